@@ -1,0 +1,57 @@
+"""f8fx: float8 matmuls for any PyTorch model, by rewriting its graph.
+
+    model = torch.compile(model, backend="f8fx")
+
+No module is swapped; see README.md. The names below are the public interface; everything is
+imported on first use, so that ``import f8fx`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backend import PassError, f8fx
+    from .explain import Explanation, explain
+    from .hardware import Hardware
+    from .install import install, installed, uninstall
+    from .options import OptionError, Options
+    from .recipe import GemmSpec, QuantSpec, Recipe
+    from .report import Decision, GemmInfo, GraphReport, recording
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "PassError": "backend",
+    "f8fx": "backend",
+    "Explanation": "explain",
+    "explain": "explain",
+    "Hardware": "hardware",
+    "install": "install",
+    "installed": "install",
+    "uninstall": "install",
+    "OptionError": "options",
+    "Options": "options",
+    "GemmSpec": "recipe",
+    "QuantSpec": "recipe",
+    "Recipe": "recipe",
+    "Decision": "report",
+    "GemmInfo": "report",
+    "GraphReport": "report",
+    "recording": "report",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'f8fx' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

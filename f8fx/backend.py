@@ -1,0 +1,200 @@
+"""The backend: options -> pipeline -> Inductor.
+
+``torch.compile(model, backend="f8fx")`` calls :func:`f8fx` with Dynamo's graph. It hands the graph to
+Inductor's ``compile_fx`` with one addition, the :class:`GraphPass` in ``joint_custom_pre_pass``, so
+that every Inductor feature stays the user's. No global state is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import executor, lowerings
+from .cache import CacheKey, load_report, store_report
+from .options import Options
+from .passes import Pipeline
+from .report import GraphReport, log, publish
+from .torch_private import CustomGraphPass, check_version, compile_fx_module, joint_custom_pre_pass
+
+CompileFx = Callable[..., Any]
+
+
+class PassError(RuntimeError):
+    """A pass of f8fx failed; the cause is attached."""
+
+
+class GraphPass(CustomGraphPass):
+    """The pipeline as Inductor calls it: one object, with an honest cache key.
+
+    Args:
+        pipeline: the passes.
+        key: what the decisions depend on beyond the graph itself.
+        before: the passes a user had put into ``joint_custom_pre_pass``; they run first.
+    """
+
+    def __init__(self, pipeline: Pipeline, key: CacheKey, before: Sequence[Any] = ()) -> None:
+        self.pipeline = pipeline
+        self.key = key
+        self.before = tuple(before)
+        self.reports: list[GraphReport] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self.before:
+            other(graph)
+        try:
+            self.reports.append(self.pipeline(graph))
+        except Exception as error:
+            raise PassError(f"{type(error).__name__}: {error}") from error
+
+    def uuid(self) -> Any:
+        """Key for Inductor's caches; ``None``, no caching, if any part has none."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
+        if self.key.uuid is None or any(other is None for other in others):
+            return None
+        return (self.key.uuid, *map(str, others))
+
+
+def f8fx(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """The Dynamo backend registered as ``"f8fx"``.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs.
+        mode, options: as given to ``torch.compile``; see :class:`f8fx.options.Options`.
+        kwargs: not used by any supported torch; named in the error if one passes more.
+
+    Raises:
+        OptionError: for unknown options or values.
+        PassError: if a pass fails and ``strict`` is set.
+    """
+    if kwargs:
+        warnings.warn(f"f8fx: ignoring unknown backend arguments {sorted(kwargs)}", stacklevel=2)
+    return compile_graph(gm, example_inputs, Options.parse(options, mode))
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    compile_fx: CompileFx | None = None,
+    patches: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles one Dynamo graph with validated options.
+
+    Args:
+        compile_fx: Inductor's entry, default the current one.
+        patches: further Inductor options, for callers that stand in for the stock backend.
+    """
+    _warn_version()
+    compile_fx = compile_fx or compile_fx_module().compile_fx
+    config = {**(patches or {}), **options.inductor}
+    graph_pass = _graph_pass(gm, example_inputs, options, config)
+    if options.executor == "eager":
+        run: Callable[[fx.GraphModule, GraphPass | None], Any] = lambda graph, p: executor.compile_eager(  # noqa: E731
+            graph, example_inputs, p
+        )
+    else:
+        lowerings.register()
+
+        def run(graph: fx.GraphModule, p: GraphPass | None) -> Any:
+            extra = {"joint_custom_pre_pass": p} if p is not None else {}
+            return compile_fx(graph, example_inputs, config_patches={**config, **extra})
+
+    spare = gm if options.strict else copy.copy(gm)
+    try:
+        if not options.strict:
+            spare.graph = copy.deepcopy(gm.graph)
+        compiled = run(gm, graph_pass)
+    except Exception as error:
+        if options.strict or not _is_ours(error, graph_pass):
+            raise
+        return _fall_back(error, graph_pass, options, lambda: run(spare, None))
+    _publish(graph_pass, options)
+    return compiled
+
+
+def _graph_pass(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any]
+) -> GraphPass:
+    watch = None
+    if options.debug:
+
+        def watch(name: str, text: str) -> None:
+            log.debug("after %s:\n%s", name, text)
+
+    pipeline = Pipeline(options.recipe, options.policy(), options.target, options.debug, watch)
+    previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
+    if previous is None:
+        previous = ()
+    elif not isinstance(previous, (list, tuple)):
+        previous = (previous,)
+    return GraphPass(pipeline, CacheKey.of(gm, example_inputs, options), previous)
+
+
+def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:
+    """Whether a failure can come from f8fx: a pass raised, or a graph it changed failed to compile."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PassError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return any(report.converted for report in graph_pass.reports)
+
+
+def _fall_back(
+    error: BaseException, graph_pass: GraphPass, options: Options, plain: Callable[[], Any]
+) -> Callable[..., Any]:
+    compiled = plain()  # if this fails too, f8fx is not to blame, and this error is the one to see
+    cause = error.__cause__ if isinstance(error, PassError) and error.__cause__ else error
+    what = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+    warnings.warn(
+        f"f8fx: a graph runs without float8, by plain Inductor, after an internal failure ({what}). "
+        'Compile with options={"strict": True} for the traceback, and please report it',
+        stacklevel=2,
+    )
+    log.debug("f8fx: internal failure", exc_info=error)
+    report = graph_pass.reports[-1] if graph_pass.reports else GraphReport(options.recipe.name)
+    report.fallback = f"internal failure ({what})"
+    publish(report)
+    return compiled
+
+
+def _publish(graph_pass: GraphPass, options: Options) -> None:
+    """Logs what was decided; on a cache hit, what was decided when the graph was built."""
+    reports = graph_pass.reports
+    if reports:
+        store_report(graph_pass.key, reports)
+    else:
+        reports = load_report(graph_pass.key, options.recipe.name)
+    for report in reports:
+        publish(report)
+        if options.verbose:
+            from .show import print_report
+
+            print_report(report)
+
+
+def _warn_version() -> None:
+    message = check_version()
+    if message is not None and message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
+_WARNED: set[str] = set()
+
+logging.getLogger("f8fx").addHandler(logging.NullHandler())

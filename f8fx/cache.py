@@ -1,0 +1,124 @@
+"""What a compiled graph depends on, for Inductor's caches.
+
+Inductor's keys hold the graph, the inputs' metadata, its configuration and ``uuid()`` of each custom
+pass. They do not hold module names, and a joint graph's decisions may depend on them: with a filter,
+two models of equal graphs and different names want different code. So everything a decision depends
+on goes into the uuid here: the code of f8fx, the options, module names where filters read them, and
+values of dynamic sizes where the cost model does.
+
+A cache hit skips the passes, and with them the record of what was decided. The record is therefore
+kept beside Inductor's cache, under the same key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from .options import Options
+from .report import GraphReport, log
+from .torch_private import inductor_cache_dir, size_hint
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """
+    Attributes:
+        uuid: what the passes' decisions depend on beyond the graph; ``None``: not cacheable.
+        graph: identifies Dynamo's graph and its inputs, for the record of decisions.
+    """
+
+    uuid: str | None
+    graph: str
+
+    @staticmethod
+    def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:
+        """The key of one Dynamo graph under these options."""
+        parts: list[Any] = [source_hash(), options.decision_key()]
+        if options.filter_fqns or options.only_fqns or options.filter_fn:
+            parts.append(_module_names(gm))
+        if options.select == "auto":
+            parts.append(_dynamic_sizes(example_inputs))
+        graph = _digest([gm.code, [_metadata(x) for x in example_inputs], torch.is_grad_enabled()])
+        if options.filter_fn is None:
+            return CacheKey(_digest(parts), graph)
+        uuid = getattr(options.filter_fn, "uuid", None)
+        return CacheKey(_digest([*parts, uuid]) if isinstance(uuid, str) else None, graph)
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@cache
+def source_hash() -> str:
+    """Hash of f8fx's own code: another version must never be served this one's graphs."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    files = [*root.glob("*.py"), *(root / "passes").glob("*.py"), *(root / "kernels").glob("*.py")]
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _module_names(gm: fx.GraphModule) -> list[str]:
+    """Names of the modules in graph order, from Dynamo's own metadata."""
+    from .passes.fqn import of_node
+
+    return [of_node(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _dynamic_sizes(example_inputs: Sequence[Any]) -> list[int | None]:
+    sizes: list[int | None] = []
+    for value in example_inputs:
+        if isinstance(value, torch.SymInt):
+            sizes.append(size_hint(value))
+        elif isinstance(value, torch.Tensor):
+            sizes += [size_hint(s) for s in value.shape if isinstance(s, torch.SymInt)]
+    return sizes
+
+
+def _metadata(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape)), str(value.dtype), str(value.device), value.requires_grad
+    return type(value).__name__
+
+
+def _record(key: CacheKey) -> Path:
+    return Path(inductor_cache_dir()) / "f8fx" / f"{_digest([key.uuid, key.graph])}.json"
+
+
+def store_report(key: CacheKey, reports: list[GraphReport]) -> None:
+    """Keeps what was decided for a graph, for later cache hits. Failing to is not an error."""
+    if key.uuid is None:
+        return
+    path = _record(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump([report.to_dict() for report in reports], file)
+        os.replace(file.name, path)
+    except OSError as error:
+        log.debug("f8fx: could not keep the record of decisions: %s", error)
+
+
+def load_report(key: CacheKey, recipe: str) -> list[GraphReport]:
+    """What was decided when a cached graph was built."""
+    try:
+        reports = [GraphReport.from_dict(data) for data in json.loads(_record(key).read_text())]
+    except (OSError, ValueError, TypeError, KeyError):
+        log.info("f8fx: graph from a cache (%s); its record of decisions is gone", recipe)
+        return []
+    for report in reports:
+        report.cached = True
+    return reports

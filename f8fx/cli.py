@@ -1,0 +1,233 @@
+"""The command line: ``f8fx demo``, ``f8fx explain``, ``f8fx doctor``, ``f8fx --version``.
+
+Exit codes: 0 for success, 1 for a failure while running, 2 for a command line that asks for
+something that cannot be. Each command imports what it needs when it runs, so that ``doctor`` works
+where something else is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from f8fx.demo.model import PRESETS as MODELS
+from f8fx.recipe import PRESETS as RECIPES
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be: says what, why, and what to write instead."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Raises:
+        SystemExit: from argparse, with code 0 for ``--help`` and ``--version`` and 2 for bad usage.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return args.run(args)
+    except UsageError as error:
+        print(f"f8fx {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nf8fx {args.command}: interrupted", file=sys.stderr)
+        return 1
+
+
+def version() -> str:
+    """Versions of f8fx and torch, in a line."""
+    import torch
+
+    try:
+        own = importlib.metadata.version("f8fx")
+    except importlib.metadata.PackageNotFoundError:
+        own = "(not installed)"
+    return f"f8fx {own}, torch {torch.__version__}"
+
+
+# -- the commands ---------------------------------------------------------------------------------
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from f8fx.demo import train
+    from f8fx.doctor import cpp_compiler
+
+    try:
+        device = train.pick_device(args.device)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if device.type == "cpu" and args.executor == "inductor" and cpp_compiler() is None:
+        raise UsageError(
+            "Inductor needs a C++ compiler to compile for CPU and found none; install g++ or clang++, "
+            "set CXX, or pass --executor eager"
+        )
+    try:
+        return train.main(args)
+    except FileNotFoundError as error:
+        print(f"f8fx demo: {error}", file=sys.stderr)
+        return 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from f8fx.hardware import find
+
+    if args.target is not None:
+        try:
+            find(args.target)
+        except ValueError as error:
+            raise UsageError(f"--target: {error}") from None
+    function = _function(args.model)
+    try:
+        made = function()
+    except Exception as error:
+        traceback.print_exc()
+        print(f"f8fx explain: {args.model}() raised {type(error).__name__}", file=sys.stderr)
+        return 1
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], tuple)):
+        raise UsageError(
+            f"{args.model}() must return (model, args), args a tuple of the model's inputs; "
+            f"it returned {type(made).__name__}"
+        )
+    model, inputs = made
+
+    from f8fx.explain import explain
+
+    options: dict[str, Any] = {"recipe": args.recipe, "select": args.select}
+    if args.target is not None:
+        options["target"] = args.target
+    explanation = explain(model, *inputs, **options)
+    if args.json == "-":
+        print(json.dumps(explanation.to_dict(), indent=2))
+    else:
+        explanation.print()
+    if args.json not in (None, "-"):
+        Path(args.json).write_text(json.dumps(explanation.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if args.html is not None:
+        explanation.save_html(args.html)
+    return 0
+
+
+def _function(spec: str) -> Callable[[], Any]:
+    """The function that ``package.module:function`` names; the current folder is searched too."""
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise UsageError(f"the model must be given as package.module:function, got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UsageError(f"importing {module_name!r} failed: {error}") from None
+        raise UsageError(f"there is no module {module_name!r} here or on the Python path") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"module {module_name!r} has no function {name!r}")
+    return function
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from f8fx.doctor import diagnose
+
+    diagnosis = diagnose()
+    if args.json:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        diagnosis.print()
+    return 0
+
+
+# -- their arguments ------------------------------------------------------------------------------
+
+
+class _Version(argparse.Action):
+    """``--version``: asks only when told to, since importing torch takes a second."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(version())
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="f8fx", description='float8 for torch.compile: torch.compile(model, backend="f8fx")'
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo", help="train a small language model in bf16 and in float8, side by side"
+    )
+    demo.set_defaults(run=_demo)
+    _demo_arguments(demo)
+
+    explain = commands.add_parser(
+        "explain", help="which matmuls of a model would run in float8, and why; needs no GPU"
+    )
+    explain.set_defaults(run=_explain)
+    explain.add_argument(
+        "model",
+        metavar="package.module:function",
+        help="a function that returns (model, args), args a tuple of inputs",
+    )
+    explain.add_argument("--target", metavar="NAME", help="hardware to decide for: h100, b200, ...")
+    explain.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")
+    explain.add_argument("--select", choices=("auto", "all"), default="auto")
+    explain.add_argument("--json", metavar="FILE", help='write the figures as JSON ("-": print them)')
+    explain.add_argument("--html", metavar="FILE", help="write one self-contained HTML page")
+
+    doctor = commands.add_parser(
+        "doctor", help="versions, devices and what they can run, known upstream bugs"
+    )
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _demo_arguments(demo: argparse.ArgumentParser) -> None:
+    demo.add_argument("--steps", type=_positive, help="training steps of each run (default: by model)")
+    demo.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")
+    demo.add_argument(
+        "--select",
+        choices=("auto", "all"),
+        help="which matmuls: those that pay, or all that are legal (default: auto on CUDA, all on CPU)",
+    )
+    demo.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    demo.add_argument("--model", choices=tuple(MODELS), help="size of the model (default: by device)")
+    demo.add_argument("--batch", type=_positive, help="sequences in a batch (default: by model)")
+    demo.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    demo.add_argument(
+        "--executor",
+        choices=("inductor", "eager"),
+        default="inductor",
+        help="eager: the same graphs without code generation, needs no C++ compiler",
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("f8fx-demo"),
+        metavar="DIR",
+        help="where losses.png and results.json go (default: f8fx-demo)",
+    )
+    demo.add_argument("--smoke", action="store_true", help="a few steps of a tiny model, to see it run")
+    demo.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)

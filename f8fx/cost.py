@@ -1,0 +1,572 @@
+"""When does float8 pay? Seconds per gemm, per cast and per layer, from shapes and one hardware table.
+
+A float8 gemm is up to twice as fast as a bfloat16 one, but its operands must be quantized first, and
+that is memory traffic. A layer pays where what the gemms gain exceeds what the casts cost. Formulas
+are sympy expressions in ``M``, ``K``, ``N`` (of the *forward* gemm: input [M, K], weight [N, K]), so
+that a dynamic M gives a threshold instead of a guess; they are compiled once, and the results cached
+by shape.
+
+**Gemm** [m, k] x [k, n], following the roofline of torchao (``torchao/testing/training/roofline_utils``)
+with one change: a GPU takes time to fill, so both the tile grid and the k loop are extended by a constant::
+
+    compute = 2 (m n + fill sms TILE) (k + k_fill) / (efficiency peak)
+    memory  = (itemsize (m k + k n) + 2 m n) / (memory_efficiency bandwidth)
+    seconds = max(compute, memory) + launch_overhead
+
+``fill`` waves of idle tiles stand for wave quantisation (on average half a wave of the last one is
+idle), ``k_fill`` for the prologue and epilogue of each tile. Both are smooth, so that thresholds are
+monotonic in M.
+
+**Rescale**: a rowwise gemm without fast accumulation multiplies its bfloat16 result by the scales in
+a kernel of its own: 2 bytes read and 2 written per element.
+
+**Cast** of one tensor: an amax read (none if its producer computes it), then for each layout copy one
+read and a 1-byte write, at an efficiency that falls for the transposed copy, whose stores are not
+coalesced, and falls far for the transposed *rowwise* copy, a reduction over the slow dimension.
+
+The constants are in :class:`Calibration`, each with its origin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import sympy
+
+from f8fx.hardware import Hardware
+from f8fx.recipe import ROLE_OPERANDS, ROLES, OperandKind, Recipe, Role
+
+#: Sizes of the forward gemm; the gradients' gemms are [M, N] x [N, K] and [N, M] x [M, K].
+M, K, N = sympy.symbols("M K N", positive=True)
+
+TILE = 128 * 256  #: elements of the output tile one multiprocessor works on (cuBLAS, CUTLASS on Hopper)
+MAX_M = 1 << 20  #: the largest M that :meth:`CostModel.threshold` looks at
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fractions of the datasheet's peaks that real kernels reach.
+
+    Fitted to torchao's published H100 figures (``tests/data/torchao_h100.json``; how well they fit:
+    ``tests/test_cost.py``) by least absolute log error over the 216 points of the rowwise table and
+    the measured gemm times together. They describe cuBLAS and the quantize kernels that Inductor
+    writes for torchao today; for better kernels pass another Calibration.
+
+    Attributes:
+        bf16_efficiency: of the bfloat16 peak. Fit; torchao PR 940 measured 0.66 at 8192^3.
+        fp8_efficiency: of the float8 peak, before ``fp8_k_fill``. Fit; with it 0.78 at 8192^3, where
+            torchao PR 940 measured 0.75.
+        fill: waves of output tiles lost per gemm. Fit.
+        fp8_k_fill: elements of k lost per float8 gemm, which is why a short k gains little; the
+            fit gives bfloat16 none. Fit.
+        memory_efficiency: of the bandwidth, for elementwise and row-major quantize kernels. torchao
+            (``roofline_utils``, pct_achievable_mem_bw), from pointwise Triton kernels.
+        transpose_efficiency: of *that*, for the transposed copy of a tensorwise cast. A compromise
+            between the two tensorwise points of torchao's README and the boundary of its filter at
+            N = 1024, K = 4096; there is no readable table.
+        input_column_efficiency, weight_column_efficiency, grad_output_column_efficiency: of *that*,
+            for the transposed copy of a rowwise cast, whose amax runs down the columns. Fit. The
+            likely reasons for the order: Inductor computes a norm's output again for the input's, and
+            fuses the gradient's with the activation's backward.
+        scale_kernels: launches for the second amax stage and the scale of a tensorwise tensor.
+    """
+
+    bf16_efficiency: float = 0.67
+    fp8_efficiency: float = 0.85
+    fill: float = 0.18
+    fp8_k_fill: float = 740.0
+    memory_efficiency: float = 0.92
+    transpose_efficiency: float = 0.7
+    input_column_efficiency: float = 0.21
+    weight_column_efficiency: float = 0.29
+    grad_output_column_efficiency: float = 0.50
+    scale_kernels: int = 1
+
+    def store_efficiency(self, kind: OperandKind, rowwise: bool, transposed: bool) -> float:
+        """Fraction of the achievable bandwidth at which one float8 copy is written."""
+        if not transposed:
+            return 1.0
+        return getattr(self, f"{kind}_column_efficiency") if rowwise else self.transpose_efficiency
+
+
+def default_calibration(hardware: Hardware) -> Calibration:
+    """The fitted constants on Hopper; elsewhere the same with bfloat16 given float8's efficiency.
+
+    On Hopper large bfloat16 gemms stay further below their peak than float8 ones. Nothing published says so
+    of other GPUs, so there a float8 gemm may gain what the peaks promise (2x) and no more.
+    """
+    fitted = Calibration()
+    if hardware.capability == (9, 0):
+        return fitted
+    return dataclasses.replace(fitted, bf16_efficiency=fitted.fp8_efficiency)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of one layer's gemms in high precision, and in float8 with all its casts."""
+
+    high_seconds: float
+    float8_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        return self.high_seconds / self.float8_seconds
+
+    @property
+    def pays(self) -> bool:
+        return self.float8_seconds < self.high_seconds
+
+
+@dataclass(frozen=True)
+class PlannedOperand:
+    """One operand of a gemm that could be converted.
+
+    Attributes:
+        key: what makes two operands one cast: the source tensor, and whatever else tells two casts of it
+            apart (the float8 format, say).
+        rows, cols: shape of the tensor as it lies in memory.
+        transposed: whether the gemm contracts over ``rows`` and so needs the transposed copy.
+        rowwise: whether it is scaled rowwise.
+        itemsize: bytes per element of the high-precision tensor.
+        amax_fused: whether the tensor's producer can compute the amax (a norm, an activation).
+    """
+
+    key: Hashable
+    rows: int
+    cols: int
+    transposed: bool
+    rowwise: bool
+    itemsize: int = 2
+    amax_fused: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedGemm:
+    """One gemm [m, k] x [k, n] that could be converted; gemms of one ``layer`` decide together."""
+
+    role: Role
+    m: int
+    k: int
+    n: int
+    itemsize: int
+    rowwise: bool
+    rescale: bool
+    operands: tuple[PlannedOperand, PlannedOperand]
+    layer: Hashable
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :meth:`CostModel.plan` says of one gemm.
+
+    Attributes:
+        convert: whether to convert it.
+        high_seconds: of the gemm as it is.
+        float8_seconds: of the gemm in float8, its share of the casts included.
+        cast_seconds: that share.
+        reason: one short line for ``explain``.
+    """
+
+    convert: bool
+    high_seconds: float
+    float8_seconds: float
+    cast_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """One copy of one tensor that a recipe asks for; ``amax`` marks the copy that also pays the amax."""
+
+    kind: OperandKind
+    transposed: bool
+    rowwise: bool
+    amax: bool
+
+
+_TENSOR_SHAPE = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
+_GEMM_SHAPE: dict[Role, tuple[sympy.Expr, sympy.Expr, sympy.Expr]] = {
+    "output": (M, K, N),
+    "grad_input": (M, N, K),
+    "grad_weight": (N, M, K),
+}
+# Which operands lie in memory with the contracted dimension outermost.
+_TRANSPOSED = {("grad_input", "weight"), ("grad_weight", "grad_output"), ("grad_weight", "input")}
+
+
+def _round16(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _gemm(hw: Hardware, c: Calibration, float8: bool, rescale: bool, itemsize: int) -> sympy.Expr:
+    """Seconds of a gemm [M, K] x [K, N]; see the module's docstring."""
+    if not float8:
+        flops, efficiency, k_fill = hw.bf16_flops * min(1.0, 2 / itemsize), c.bf16_efficiency, 0.0
+    elif hw.fp8_flops:
+        flops, efficiency, k_fill, itemsize = hw.fp8_flops, c.fp8_efficiency, c.fp8_k_fill, 1
+    else:
+        return sympy.oo
+    bandwidth = hw.memory_bandwidth * c.memory_efficiency
+    compute = 2 * (M * N + c.fill * hw.sms * TILE) * (K + k_fill) / (efficiency * flops)
+    memory = (itemsize * (M * K + K * N) + 2 * M * N) / bandwidth
+    seconds = sympy.Max(compute, memory) + hw.launch_overhead
+    if rescale and float8:
+        seconds += 4 * M * N / bandwidth + hw.launch_overhead
+    return seconds
+
+
+def _amax(hw: Hardware, c: Calibration, itemsize: int, rowwise: bool, fused: bool) -> sympy.Expr:
+    """Seconds until one [M, K] tensor's scale is known (M, K stand for its rows and columns).
+
+    Rowwise, the amax belongs to the copy: a row stays on the chip between amax and cast.
+    """
+    if rowwise:
+        return sympy.Integer(0)
+    launches = hw.launch_overhead * (c.scale_kernels + (not fused))
+    if fused:
+        return sympy.Float(launches)
+    return itemsize * M * K / (hw.memory_bandwidth * c.memory_efficiency) + launches
+
+
+def _copy(
+    hw: Hardware, c: Calibration, itemsize: int, rowwise: bool, transposed: bool, kind: OperandKind
+) -> sympy.Expr:
+    """Seconds to write one float8 copy of an [M, K] tensor (M, K stand for its rows and columns)."""
+    bandwidth = hw.memory_bandwidth * c.memory_efficiency * c.store_efficiency(kind, rowwise, transposed)
+    column_amax = itemsize if rowwise and transposed else 0
+    return (itemsize + 1 + column_amax) * M * K / bandwidth + hw.launch_overhead * (1 + bool(column_amax))
+
+
+@cache
+def _compiled(build: Callable[..., sympy.Expr], *args: Hashable) -> Callable[[int, int, int], float]:
+    return lru_cache(maxsize=1 << 16)(sympy.lambdify((M, K, N), build(*args), modules="math"))
+
+
+class CostModel:
+    """Predicts what float8 costs and gains on one accelerator.
+
+    Args:
+        hardware: from :func:`f8fx.hardware.find` or :func:`f8fx.hardware.of_device`.
+        calibration: how far real kernels stay below the peaks; by default :func:`default_calibration`.
+    """
+
+    def __init__(self, hardware: Hardware, calibration: Calibration | None = None) -> None:
+        self.hardware = hardware
+        self.calibration = calibration or default_calibration(hardware)
+
+    @property
+    def can_pay(self) -> bool:
+        """Whether float8 can be faster here at all."""
+        return self.hardware.float8_tensor_cores
+
+    def gemm_seconds(
+        self,
+        m: int,
+        k: int,
+        n: int,
+        float8: bool,
+        rowwise: bool = False,
+        rescale: bool = False,
+        itemsize: int = 2,
+    ) -> float:
+        """Seconds of a gemm [m, k] x [k, n] with a bfloat16 result.
+
+        Args:
+            float8: else the operands are ``itemsize`` bytes wide (4 runs at half the bfloat16 rate).
+            rowwise: scale vectors instead of scalars; by itself as fast (pytorch issue 147971: 90 to 100%).
+            rescale: the scales are applied by a kernel of its own (``GemmSpec.scales_after_gemm``).
+        """
+        return _compiled(_gemm, self.hardware, self.calibration, float8, rowwise and rescale, itemsize)(
+            m, k, n
+        )
+
+    def amax_seconds(self, rows: int, cols: int, itemsize: int = 2, fused: bool = False) -> float:
+        """Seconds for one tensorwise amax and scale; ``fused``: the producer does the reading."""
+        return _compiled(_amax, self.hardware, self.calibration, itemsize, False, fused)(rows, cols, 1)
+
+    def cast_seconds(
+        self,
+        rows: int,
+        cols: int,
+        itemsize: int,
+        rowwise: bool,
+        copies: int,
+        amax_fused: bool,
+        amax_needed: bool = True,
+        transposed: int | None = None,
+        kind: OperandKind = "input",
+    ) -> float:
+        """Seconds to quantize one [rows, cols] tensor into ``copies`` float8 layouts.
+
+        Args:
+            itemsize: bytes per element of the tensor that is quantized.
+            amax_fused: the tensor's producer computes the amax.
+            amax_needed: ``False`` where the scale is already known.
+            transposed: how many of the copies are transposed ones; all but the first by default.
+            kind: what the tensor is to its layer; the default is the dearest.
+        """
+        transposed = max(copies - 1, 0) if transposed is None else transposed
+        common = (self.hardware, self.calibration, itemsize, rowwise)
+        seconds = _compiled(_amax, *common, amax_fused)(rows, cols, 1) if amax_needed else 0.0
+        for is_transposed, count in ((False, copies - transposed), (True, transposed)):
+            if count:
+                seconds += count * _compiled(_copy, *common, is_transposed, kind)(rows, cols, 1)
+        return seconds
+
+    def _casts(self, recipe: Recipe, roles: Sequence[Role]) -> list[_Cast]:
+        """The distinct copies a layer's gemms need; the first tensorwise one of a tensor has the amax."""
+        casts: dict[tuple[Hashable, ...], _Cast] = {}
+        have_amax: set[str] = set()
+        for role in roles:
+            gemm = recipe.gemm(role)
+            if gemm is None:
+                continue
+            for kind, spec in zip(ROLE_OPERANDS[role], (gemm.left, gemm.right), strict=True):
+                rowwise = spec.granularity == "rowwise"
+                transposed = (role, kind) in _TRANSPOSED and (rowwise or not self.hardware.any_operand_layout)
+                if (kind, spec, transposed) not in casts:
+                    amax = not rowwise and kind not in have_amax
+                    casts[kind, spec, transposed] = _Cast(kind, transposed, rowwise, amax)
+                    if amax:
+                        have_amax.add(kind)
+        return list(casts.values())
+
+    def layer(
+        self,
+        m: int,
+        k: int,
+        n: int,
+        recipe: Recipe,
+        roles: Sequence[Role] = ROLES,
+        itemsize: int = 2,
+        sharers: int = 1,
+    ) -> LayerCost:
+        """Cost of one layer, input [m, k], weight [n, k], in high precision and under a recipe.
+
+        Args:
+            roles: which of the three gemms exist (inference has only ``"output"``).
+            itemsize: bytes per element in high precision.
+            sharers: how many layers read the same input and so share its casts (3 for q/k/v).
+        """
+        high = float8 = 0.0
+        for role in roles:
+            gm, gk, gn = {"output": (m, k, n), "grad_input": (m, n, k), "grad_weight": (n, m, k)}[role]
+            spec = recipe.gemm(role)
+            in_high = self.gemm_seconds(gm, gk, gn, False, itemsize=itemsize)
+            high += in_high
+            float8 += (
+                in_high
+                if spec is None
+                else self.gemm_seconds(gm, gk, gn, True, spec.is_rowwise, spec.scales_after_gemm)
+            )
+        shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
+        for cast in self._casts(recipe, roles):
+            seconds = self.cast_seconds(
+                *shapes[cast.kind],
+                itemsize,
+                cast.rowwise,
+                1,
+                cast.kind == "input",
+                cast.amax,
+                int(cast.transposed),
+                cast.kind,
+            )
+            float8 += seconds / (sharers if cast.kind == "input" else 1)
+        return LayerCost(high, float8)
+
+    def expression(
+        self, recipe: Recipe, float8: bool, roles: Sequence[Role] = ROLES, itemsize: int = 2
+    ) -> sympy.Expr:
+        """Seconds of a layer in :data:`M`, :data:`K`, :data:`N`: what :meth:`layer` evaluates."""
+        hw, c = self.hardware, self.calibration
+        total: sympy.Expr = sympy.Integer(0)
+        for role in roles:
+            spec = recipe.gemm(role) if float8 else None
+            args = (False, False) if spec is None else (True, spec.scales_after_gemm)
+            shape = dict(zip((M, K, N), _GEMM_SHAPE[role], strict=True))
+            total += _gemm(hw, c, *args, itemsize).subs(shape, simultaneous=True)
+        for cast in self._casts(recipe, roles) if float8 else ():
+            seconds = _copy(hw, c, itemsize, cast.rowwise, cast.transposed, cast.kind)
+            if cast.amax:
+                seconds += _amax(hw, c, itemsize, cast.rowwise, cast.kind == "input")
+            shape = dict(zip((M, K), _TENSOR_SHAPE[cast.kind], strict=True))
+            total += seconds.subs(shape, simultaneous=True)
+        return total
+
+    def threshold(
+        self, k: int, n: int, recipe: Recipe, roles: Sequence[Role] = ROLES, itemsize: int = 2
+    ) -> int | None:
+        """The smallest M, a multiple of 16, from which converting a layer pays and keeps paying.
+
+        ``None`` if it does not pay at :data:`MAX_M` rows either.
+        """
+
+        def pays(m: int) -> bool:
+            return self.layer(m, k, n, recipe, roles, itemsize).pays
+
+        if not self.can_pay or not pays(MAX_M):
+            return None
+        high = MAX_M
+        while high > 16 and pays(high // 2):
+            high //= 2
+        if high == 16:
+            return 16
+        low = high // 2  # does not pay; high does
+        while high - low > 16:
+            middle = (low + high) // 32 * 16
+            low, high = (low, middle) if pays(middle) else (middle, high)
+        return high
+
+    def pad_pays(
+        self, m: int, k: int, n: int, recipe: Recipe, roles: Sequence[Role] = ROLES, itemsize: int = 2
+    ) -> bool:
+        """Whether float8 pays though sizes must be padded up to multiples of 16 first.
+
+        A tensor with an odd size is read and written once more, zero-padded, before it is quantized,
+        and a result with an odd size is copied out; bfloat16 needs neither. M must be padded only
+        where ``grad_weight``, which contracts over it, is converted.
+        """
+        if not self.can_pay:
+            return False
+        pad_m = "grad_weight" in roles and recipe.grad_weight is not None
+        padded = {M: _round16(m) if pad_m else m, K: _round16(k), N: _round16(n)}
+        sizes = {M: m, K: k, N: n}
+        converted: list[Role] = [role for role in roles if recipe.gemm(role) is not None]
+        tensors = {_TENSOR_SHAPE[kind] for role in converted for kind in ROLE_OPERANDS[role]}
+        results = [(_GEMM_SHAPE[role][0], _GEMM_SHAPE[role][2]) for role in converted]
+        extra = 0.0
+        bandwidth = self.hardware.memory_bandwidth * self.calibration.memory_efficiency
+        for shape in [*tensors, *results]:
+            if any(padded[size] != sizes[size] for size in shape):
+                moved = 2 * itemsize * math.prod(padded[size] for size in shape)
+                extra += moved / bandwidth + self.hardware.launch_overhead
+        high = self.layer(m, k, n, recipe, roles, itemsize).high_seconds
+        return (
+            self.layer(padded[M], padded[K], padded[N], recipe, roles, itemsize).float8_seconds + extra < high
+        )
+
+    def plan(self, gemms: Sequence[PlannedGemm]) -> list[Verdict]:
+        """Which of a graph's gemms to convert, given that casts are shared.
+
+        Every distinct cast is paid once and split evenly over the converted gemms that use it. The
+        start is everything converted. A role whose conversion costs more than it gains, counting only
+        casts that nobody else needs, is dropped; a layer that loses as a whole is dropped with all its
+        roles; then the layers that shared casts with what was dropped are looked at again, until
+        nothing changes.
+
+        Returns:
+            One verdict per gemm, in their order.
+        """
+        return _Plan(self, gemms).run()
+
+
+class _Plan:
+    """The state of one run of :meth:`CostModel.plan`: gemms, the casts they use, who still uses them."""
+
+    # A drop makes its neighbours' casts dearer, so layers are looked at again. Real graphs settle in
+    # two or three rounds; after this many, casts count as unshared, which ends it.
+    ROUNDS = 32
+
+    def __init__(self, model: CostModel, gemms: Sequence[PlannedGemm]) -> None:
+        self.model, self.gemms = model, gemms
+        self.high = [model.gemm_seconds(g.m, g.k, g.n, False, itemsize=g.itemsize) for g in gemms]
+        self.float8 = [model.gemm_seconds(g.m, g.k, g.n, True, g.rowwise, g.rescale) for g in gemms]
+        self.seconds: dict[Hashable, float] = {}
+        self.users: dict[Hashable, set[int]] = {}
+        self.items = [self._items(i, gemm) for i, gemm in enumerate(gemms)]
+        self.layers: dict[Hashable, list[int]] = {}
+        for i, gemm in enumerate(gemms):
+            self.layers.setdefault(gemm.layer, []).append(i)
+        self.dropped: dict[int, Verdict] = {}
+
+    def _items(self, index: int, gemm: PlannedGemm) -> list[Hashable]:
+        """The casts and amaxes that a gemm needs; enters their cost and this user."""
+        model, found = self.model, list[Hashable]()
+        for op, kind in zip(gemm.operands, ROLE_OPERANDS[gemm.role], strict=True):
+            transposed = op.transposed and (op.rowwise or not model.hardware.any_operand_layout)
+            cast, amax = (op.key, transposed, op.rowwise), (op.key, "amax")
+            if cast not in self.seconds:
+                self.seconds[cast] = model.cast_seconds(
+                    op.rows, op.cols, op.itemsize, op.rowwise, 1, op.amax_fused, False, int(transposed), kind
+                )
+            if not op.rowwise and amax not in self.seconds:
+                self.seconds[amax] = model.amax_seconds(op.rows, op.cols, op.itemsize, op.amax_fused)
+            found += [cast] if op.rowwise else [cast, amax]
+        for item in found:
+            self.users.setdefault(item, set()).add(index)
+        return found
+
+    def _share(self, index: int, leaving: Sequence[int] = (), alone: bool = False) -> float:
+        """Seconds of a gemm's casts, each divided by the gemms that use it once ``leaving`` are gone."""
+        total = 0.0
+        if not leaving and not alone:
+            for item in self.items[index]:
+                total += self.seconds[item] / (len(self.users[item]) or 1)
+            return total
+        for item in self.items[index]:
+            users = self.users[item]
+            total += self.seconds[item] / (
+                1 if alone else max(len(users) - sum(i in users for i in leaving), 1)
+            )
+        return total
+
+    def _own(self, index: int, leaving: Sequence[int]) -> float:
+        """Seconds of the casts that no gemm but this one needs once ``leaving`` are gone."""
+        users = ((item, self.users[item]) for item in self.items[index])
+        return sum(self.seconds[item] for item, u in users if len(u) - sum(i in u for i in leaving) == 1)
+
+    def _verdict(self, index: int, convert: bool, reason: str, cast: float) -> Verdict:
+        return Verdict(convert, self.high[index], self.float8[index] + cast, cast, reason)
+
+    def _settle(self, layer: Hashable, alone: bool) -> set[Hashable]:
+        """Drops what a layer loses by; returns the casts that this makes dearer for their other users."""
+        active = [i for i in self.layers[layer] if i not in self.dropped]
+        losers: list[int] = []
+        for i in active:
+            if self.float8[i] + self._own(i, losers) > self.high[i]:
+                losers.append(i)
+        rest = [i for i in active if i not in losers]
+        gain = sum(self.high[i] - self.float8[i] - self._share(i, losers, alone) for i in rest)
+        dropped: dict[int, str] = {}
+        if rest and gain > 0:
+            for i in losers:
+                speedup = self.high[i] / (self.float8[i] + self._share(i))
+                dropped[i] = f"{self.gemms[i].role} alone loses: float8 would be {speedup:.2f}x"
+        elif active:
+            float8 = sum(self.float8[i] + self._share(i, (), alone) for i in active)
+            speedup = sum(self.high[i] for i in active) / float8
+            dropped = dict.fromkeys(active, f"too small: float8 would be {speedup:.2f}x")
+        for i, reason in dropped.items():
+            self.dropped[i] = self._verdict(i, False, reason, self._share(i))
+        for i in dropped:
+            for item in self.items[i]:
+                self.users[item].discard(i)
+        return {item for i in dropped for item in self.items[i]}
+
+    def run(self) -> list[Verdict]:
+        if not self.model.can_pay:
+            reason = f"{self.model.hardware.name} has no float8 tensor cores"
+            return [self._verdict(i, False, reason, self._share(i)) for i in range(len(self.gemms))]
+        dirty = list(self.layers)
+        for turn in range(self.ROUNDS):
+            dearer: set[Hashable] = set()
+            for layer in dirty:
+                dearer |= self._settle(layer, alone=turn == self.ROUNDS - 1)
+            touched = {self.gemms[i].layer for item in dearer for i in self.users[item]}
+            dirty = [layer for layer in self.layers if layer in touched] if touched else []
+            if not dirty:
+                break
+        return self._verdicts()
+
+    def _verdicts(self) -> list[Verdict]:
+        verdicts = dict(self.dropped)
+        for gemms in self.layers.values():
+            kept = {i: self._share(i) for i in gemms if i not in self.dropped}
+            if kept:
+                speedup = sum(self.high[i] for i in kept) / sum(self.float8[i] + kept[i] for i in kept)
+                verdicts |= {i: self._verdict(i, True, f"pays: {speedup:.2f}x", kept[i]) for i in kept}
+        return [verdicts[i] for i in range(len(self.gemms))]

@@ -1,0 +1,323 @@
+"""Trains the decoder twice, in bf16 and in float8, from the same weights on the same batches.
+
+Both runs keep float32 parameters and compute under ``torch.autocast`` in bfloat16, the common recipe
+for mixed precision; they differ in the backend given to ``torch.compile`` and in nothing else. On
+CPU float8 arithmetic is emulated by PyTorch and slower than bf16: there the demo is about numerics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from f8fx.demo import data
+from f8fx.demo.model import Decoder, DecoderConfig
+from f8fx.hardware import Hardware, of_device
+
+#: Bytes of parameter, gradient and AdamW state per parameter, plus its bf16 copy under autocast.
+_BYTES_PER_PARAMETER = 18
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run is determined by, apart from its backend."""
+
+    config: DecoderConfig
+    device: torch.device
+    steps: int
+    batch: int
+    seq: int
+    learning_rate: float
+    recipe: str = "tensorwise"
+    select: str = "all"
+    executor: str = "inductor"
+    seed: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in one batch."""
+        return self.batch * self.seq
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training run measured.
+
+    Attributes:
+        name: ``"bf16"`` or ``"float8"``.
+        losses: one per step, in nats per byte.
+        step_ms: wall time of each step; the first ones hold the compilation.
+        tokens_per_step: tokens in one batch.
+        peak_bytes: most CUDA memory allocated at once, ``None`` on CPU.
+        converted, total: matmuls in float8, and all of them, over forward and backward.
+        reasons: why the others were skipped -> how many.
+    """
+
+    name: str
+    losses: tuple[float, ...]
+    step_ms: tuple[float, ...]
+    tokens_per_step: int
+    peak_bytes: int | None = None
+    converted: int = 0
+    total: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last tenth of the steps: a single batch says little."""
+        last = max(1, len(self.losses) // 10)
+        return statistics.fmean(self.losses[-last:])
+
+    @property
+    def median_ms(self) -> float:
+        """Median step time, the first fifth (at most 10 steps) left out as warm-up."""
+        warm_up = min(10, math.ceil(len(self.step_ms) / 5))
+        return statistics.median(self.step_ms[warm_up:] or self.step_ms)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens trained on per second, at the median step time."""
+        return 1000 * self.tokens_per_step / self.median_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as plain data."""
+        return {
+            "name": self.name,
+            "final_loss": self.final_loss,
+            "median_ms": self.median_ms,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_bytes": self.peak_bytes,
+            "matmuls": {"converted": self.converted, "total": self.total, "skipped": self.reasons},
+            "losses": list(self.losses),
+            "step_ms": list(self.step_ms),
+        }
+
+
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+OnStep = Callable[[int, float, float], None]
+
+
+def train(
+    name: str,
+    compiled: Callable[[torch.nn.Module], Callable[..., torch.Tensor]],
+    plan: Plan,
+    batches: Batches,
+    on_step: OnStep = lambda step, loss, ms: None,
+) -> Run:
+    """Trains ``compiled(Decoder(plan.config))`` on ``batches`` with AdamW.
+
+    Args:
+        name: the run's name.
+        compiled: turns the model into what is called each step.
+        plan: sizes, seed and learning rate.
+        batches: inputs and targets, each [batch, seq] int64.
+        on_step: called after each step with its number, loss and milliseconds.
+    """
+    cuda = plan.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(plan.device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        model = Decoder(plan.config).to(plan.device)
+    step_model = compiled(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, plan.steps))
+    losses, times = [], []
+    for step, (inputs, targets) in enumerate(batches):
+        start = time.perf_counter()
+        with torch.autocast(plan.device.type, torch.bfloat16):
+            logits = step_model(inputs.to(plan.device))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(plan.device).flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if cuda:
+            torch.cuda.synchronize(plan.device)
+        losses.append(loss.item())
+        times.append(1000 * (time.perf_counter() - start))
+        on_step(step, losses[-1], times[-1])
+    peak = torch.cuda.max_memory_allocated(plan.device) if cuda else None
+    return Run(name, tuple(losses), tuple(times), plan.tokens_per_step, peak)
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate: linear warm-up over a tenth of the steps, then cosine to a tenth."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def compare(plan: Plan, corpus: data.Corpus, progress: Progress) -> tuple[Run, Run]:
+    """The bf16 run and the float8 run, one after the other, with live progress."""
+    from f8fx.backend import f8fx as f8fx_backend
+    from f8fx.report import recording
+
+    stock = "inductor" if plan.executor == "inductor" else "aot_eager"
+    options = {"recipe": plan.recipe, "select": plan.select, "executor": plan.executor}
+
+    def bars(name: str) -> tuple[OnStep, Callable[[], None]]:
+        task = progress.add_task(name, total=plan.steps, status="waiting")
+
+        def begin() -> None:
+            progress.reset(task, status="compiling")
+
+        def on_step(step: int, loss: float, ms: float) -> None:
+            progress.update(task, completed=step + 1, status=f"loss {loss:.4f}  {ms:7.1f} ms/step")
+
+        return on_step, begin
+
+    def run(name: str, backend: Any, on_step: OnStep, **compile_options: Any) -> Run:
+        torch.compiler.reset()
+        gc.collect()
+        if plan.device.type == "cuda":
+            torch.cuda.empty_cache()
+        batches = corpus.batches(plan.steps, plan.batch, plan.seq, plan.seed)
+        return train(
+            name, lambda m: torch.compile(m, backend=backend, **compile_options), plan, batches, on_step
+        )
+
+    bf16_step, bf16_begin = bars("bf16")
+    float8_step, float8_begin = bars("float8")
+    bf16_begin()
+    bf16 = run("bf16", stock, bf16_step)
+    float8_begin()
+    with recording() as reports:
+        float8 = run("float8", f8fx_backend, float8_step, options=options)
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        reasons.update(report.reasons)
+    return bf16, Run(
+        float8.name,
+        float8.losses,
+        float8.step_ms,
+        float8.tokens_per_step,
+        float8.peak_bytes,
+        sum(report.converted for report in reports),
+        sum(report.total for report in reports),
+        dict(reasons),
+    )
+
+
+def device_note(device: torch.device, hardware: Hardware) -> str:
+    """One sentence on what float8 means on this device."""
+    if device.type == "cpu":
+        return (
+            "CPU: float8 is emulated by PyTorch and slower than bf16. The losses are the point here, "
+            "the times are not."
+        )
+    if not hardware.float8_tensor_cores:
+        return (
+            f"{torch.cuda.get_device_name(device)} has no float8 tensor cores: nothing will be "
+            "converted, so both runs are bf16."
+        )
+    return f"{torch.cuda.get_device_name(device)}: float8 tensor cores ({', '.join(hardware.granularities)})."
+
+
+def plan_for(args: argparse.Namespace, device: torch.device, hardware: Hardware) -> Plan:
+    """The plan that the command line and the device ask for.
+
+    On CUDA the ``1b`` model loses blocks until its training state fits in the free memory.
+    """
+    large = device.type == "cuda" and not args.smoke
+    config = DecoderConfig.named(args.model or ("tiny" if args.smoke else "1b" if large else "small"))
+    if large and args.model is None:
+        free, _ = torch.cuda.mem_get_info(device)
+        while config.layers > 1 and config.parameters * _BYTES_PER_PARAMETER * 1.6 > free:
+            config = config.replace(layers=config.layers - 1)
+    wide = config.dim >= 1024
+    seq = min(config.max_seq, 2048 if wide else 128)
+    return Plan(
+        config=config,
+        device=device,
+        steps=args.steps or (6 if args.smoke else 100),
+        batch=args.batch or (4 if wide or args.smoke else 8),
+        seq=seq,
+        learning_rate=3e-4 if wide else 3e-3,
+        recipe=args.recipe,
+        select=args.select or ("auto" if large else "all"),
+        executor=args.executor,
+        seed=args.seed,
+    )
+
+
+def pick_device(wanted: str | None) -> torch.device:
+    """The device of that name, or CUDA where there is one.
+
+    Raises:
+        ValueError: for a device that is not CPU or CUDA, or is not there.
+    """
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ValueError(f"--device {wanted!r} is no device: {error}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {wanted!r}: the demo runs on cpu and cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the demo with the arguments of ``f8fx demo``; 0 if both runs ended with finite losses.
+
+    Raises:
+        ValueError: for options that fit neither each other nor the machine.
+        FileNotFoundError: if this Python has no sources to train on.
+    """
+    from f8fx.demo import show
+
+    device = pick_device(args.device)
+    hardware = of_device(device)
+    plan = plan_for(args, device, hardware)
+    # With --json only the JSON goes to stdout; the rest is for people and goes to stderr.
+    console = Console(file=sys.stderr if args.json else sys.stdout)
+    corpus = data.load()
+    show.introduce(plan, corpus, device_note(device, hardware), console)
+    columns = (
+        TextColumn("{task.description:<7}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bf16, float8 = compare(plan, corpus, progress)
+    results = show.results(plan, corpus, bf16, float8)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    show.picture(plan, bf16, float8, args.out / "losses.png")
+    if args.json:
+        print(json.dumps(results, indent=2))
+    else:
+        show.table(bf16, float8, console)
+    console.print(f"Picture and numbers: {args.out / 'losses.png'}, {args.out / 'results.json'}")
+    if not all(math.isfinite(loss) for loss in (*bf16.losses, *float8.losses)):
+        console.print("[red]A loss is not finite: this run failed.[/red]")
+        return 1
+    can_convert = device.type == "cpu" or hardware.float8_tensor_cores
+    if plan.select == "all" and can_convert and not float8.converted:
+        console.print('[red]select="all" converted nothing: this run failed.[/red]')
+        return 1
+    return 0

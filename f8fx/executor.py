@@ -1,0 +1,61 @@
+"""``executor="eager"``: the same passes and partitioner as Inductor, without code generation.
+
+AOTAutograd traces the joint graph with Inductor's decompositions, the passes rewrite it, Inductor's
+min-cut partitioner splits it, and the two halves are run node by node. The operators of
+:mod:`f8fx.ops` run by their definitions, so this is the float8 arithmetic to the bit. Compiles in a
+fraction of a second: for debugging and for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .torch_private import aot_backend, boxed, decompositions, min_cut_partition
+
+GraphTransform = Callable[[fx.Graph], None]
+
+
+def compile_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    transform: GraphTransform | None,
+    on_partition: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph to eager execution of its (transformed) AOTAutograd graphs.
+
+    Args:
+        transform: applied to the joint graph, or to the inference graph.
+        on_partition: called with the forward and the backward graph.
+    """
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if transform is not None:
+            transform(joint.graph)
+            joint.recompile()
+        halves = min_cut_partition(joint, inputs, **kwargs)
+        if on_partition is not None:
+            on_partition(*halves)
+        return halves
+
+    def run(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        return boxed(graph.forward)
+
+    def infer(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if transform is not None:
+            transform(graph.graph)
+            graph.recompile()
+        return run(graph, inputs)
+
+    backend = aot_backend(
+        fw_compiler=run,
+        bw_compiler=run,
+        inference_compiler=infer,
+        partition_fn=partition,
+        decompositions=decompositions(),
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, example_inputs)

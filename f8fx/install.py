@@ -1,0 +1,74 @@
+"""Float8 for tools that hard-code ``backend="inductor"``.
+
+``torch.compile`` does not look the stock backend up by name: it calls
+``torch._inductor.compile_fx.compile_fx``. While installed, that name leads to f8fx, which rewrites
+the graph and calls the original; uninstalling puts the original back. Graphs compiled before stay as
+they are (``torch.compiler.reset()`` drops them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .backend import compile_graph
+from .options import Options
+from .torch_private import compile_fx_module
+
+#: What each nested installation replaced; the last one is in force.
+_REPLACED: list[Any] = []
+
+
+def install(**options: Any) -> None:
+    """Puts the float8 passes on every graph that the stock ``"inductor"`` backend compiles.
+
+    Args:
+        options: as in ``torch.compile(backend="f8fx", options=...)``, except ``executor``.
+
+    Raises:
+        OptionError: for unknown options or values.
+        RuntimeError: if already installed; uninstall first, since options do not add up.
+    """
+    if _REPLACED:
+        raise RuntimeError("f8fx is already installed; call f8fx.uninstall() before installing other options")
+    _push(options)
+
+
+def uninstall() -> None:
+    """Restores the stock backend; does nothing if nothing is installed."""
+    while _REPLACED:
+        _pop()
+
+
+@contextmanager
+def installed(**options: Any) -> Iterator[None]:
+    """:func:`install` for the graphs compiled inside a block; blocks nest, the inner options hold.
+
+    Dynamo compiles at the first call, not at ``torch.compile``: run the model once inside the block.
+    """
+    _push(options)
+    try:
+        yield
+    finally:
+        _pop()
+
+
+def _push(options: dict[str, Any]) -> None:
+    parsed = Options.parse(options)
+    module = compile_fx_module()
+    original = _REPLACED[0] if _REPLACED else module.compile_fx
+
+    def compile_fx(
+        model_: Any, example_inputs_: Sequence[Any], *args: Any, config_patches: Any = None, **kwargs: Any
+    ) -> Any:
+        if args or kwargs:  # Inductor calling itself, with compilers of its own: not a user's graph
+            return original(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
+        return compile_graph(model_, example_inputs_, parsed, original, config_patches)
+
+    _REPLACED.append(module.compile_fx)
+    module.compile_fx = compile_fx
+
+
+def _pop() -> None:
+    compile_fx_module().compile_fx = _REPLACED.pop()

@@ -1,0 +1,138 @@
+"""The intermediate representation: five functional operators in the ``f8fx`` namespace.
+
+=====================  ====================================================================
+``amax``               largest magnitude, over the tensor, its rows or its columns
+``scale``              float32 factor that takes such an amax to the largest float8 number
+``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
+``quantize_both``      both copies at once, with one read of the source
+``dequantize``         marks a tensor that already is float8; ``quantize`` of it folds away
+=====================  ====================================================================
+
+Graphs rewritten by the passes hold these, ``aten._scaled_mm`` and movement operators, so they are
+short enough to read and to keep as expected text in a test. Every operator has a schema, a fake
+implementation and a definition in plain PyTorch (:mod:`kernels.cast`) that runs on any device;
+:mod:`f8fx.lowerings` turns them into Inductor code.
+
+``dim`` is the reduced dimension of a 2-D tensor: ``None`` (whole tensor), 1 (one value per row) or 0
+(one per column). Scales multiply on the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import SymInt, Tensor
+
+from f8fx.kernels import cast
+
+_LIB = torch.library.Library("f8fx", "DEF")
+
+_SCHEMAS = (
+    "amax(Tensor x, int? dim=None) -> Tensor",
+    "scale(Tensor amax, *, ScalarType dtype, bool power_of_2=False) -> Tensor",
+    "quantize(Tensor x, Tensor scale, *, ScalarType dtype, int? dim=None, bool transpose=False, "
+    "int[2] align=[1, 1]) -> Tensor",
+    "quantize_both(Tensor x, Tensor scale, Tensor scale_t, *, ScalarType dtype, int? dim=None, "
+    "int? dim_t=None, int[2] align=[1, 1], int[2] align_t=[1, 1]) -> (Tensor, Tensor)",
+    "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _amax(x: Tensor, dim: int | None = None) -> Tensor:
+    return cast.amax(x, dim)
+
+
+def _scale(amax: Tensor, *, dtype: torch.dtype, power_of_2: bool = False) -> Tensor:
+    return cast.scale(amax, dtype, power_of_2)
+
+
+def _quantize(
+    x: Tensor,
+    scale: Tensor,
+    *,
+    dtype: torch.dtype,
+    dim: int | None = None,
+    transpose: bool = False,
+    align: Sequence[int] = (1, 1),
+) -> Tensor:
+    return cast.quantize(x, scale, dtype, dim, transpose, list(align))
+
+
+def _quantize_both(
+    x: Tensor,
+    scale: Tensor,
+    scale_t: Tensor,
+    *,
+    dtype: torch.dtype,
+    dim: int | None = None,
+    dim_t: int | None = None,
+    align: Sequence[int] = (1, 1),
+    align_t: Sequence[int] = (1, 1),
+) -> tuple[Tensor, Tensor]:
+    return (
+        cast.quantize(x, scale, dtype, dim, False, list(align)),
+        cast.quantize(x, scale_t, dtype, dim_t, True, list(align_t)),
+    )
+
+
+def _dequantize(data: Tensor, scale: Tensor, *, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    return cast.dequantize(data, scale, dtype, dim)
+
+
+for _name, _implementation in (
+    ("amax", _amax),
+    ("scale", _scale),
+    ("quantize", _quantize),
+    ("quantize_both", _quantize_both),
+    ("dequantize", _dequantize),
+):
+    _LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
+
+
+def _round_up(size: int | SymInt, multiple: int) -> int | SymInt:
+    return (size + multiple - 1) // multiple * multiple if multiple > 1 else size
+
+
+def _fake_float8(x: Tensor, dtype: torch.dtype, transpose: bool, align: Sequence[int]) -> Tensor:
+    torch._check(x.dim() == 2, lambda: f"f8fx.quantize takes a 2-D tensor, got shape {tuple(x.shape)}")
+    rows, columns = (x.shape[1], x.shape[0]) if transpose else (x.shape[0], x.shape[1])
+    return x.new_empty((_round_up(rows, align[0]), _round_up(columns, align[1])), dtype=dtype)
+
+
+@torch.library.register_fake("f8fx::amax", lib=_LIB)
+def _(x, dim=None):
+    torch._check(x.dim() == 2, lambda: f"f8fx.amax takes a 2-D tensor, got shape {tuple(x.shape)}")
+    return x.new_empty(() if dim is None else (x.shape[1 - dim],), dtype=torch.float32)
+
+
+@torch.library.register_fake("f8fx::scale", lib=_LIB)
+def _(amax, *, dtype, power_of_2=False):
+    return amax.new_empty(amax.shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("f8fx::quantize", lib=_LIB)
+def _(x, scale, *, dtype, dim=None, transpose=False, align=(1, 1)):
+    return _fake_float8(x, dtype, transpose, align)
+
+
+@torch.library.register_fake("f8fx::quantize_both", lib=_LIB)
+def _(x, scale, scale_t, *, dtype, dim=None, dim_t=None, align=(1, 1), align_t=(1, 1)):
+    return _fake_float8(x, dtype, False, align), _fake_float8(x, dtype, True, align_t)
+
+
+@torch.library.register_fake("f8fx::dequantize", lib=_LIB)
+def _(data, scale, *, dtype, dim=None):
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+amax = torch.ops.f8fx.amax.default
+scale = torch.ops.f8fx.scale.default
+quantize = torch.ops.f8fx.quantize.default
+quantize_both = torch.ops.f8fx.quantize_both.default
+dequantize = torch.ops.f8fx.dequantize.default
+
+#: All operators of the IR, for passes that treat them alike.
+ALL = frozenset((amax, scale, quantize, quantize_both, dequantize))

@@ -1,0 +1,217 @@
+"""``torch.compile(model, backend="f8fx", options=..., mode=...)``: what a user may say, checked.
+
+Every key and value is validated here and nowhere else; the rest of f8fx sees an :class:`Options`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from . import hardware
+from .hardware import Hardware
+from .passes.select import FilterFn, Policy
+from .recipe import PRESETS, Recipe
+from .torch_private import inductor_config, inductor_mode_options, inductor_modes
+
+#: TorchTitan's name, in a skip list, for "leave out what is too small to gain".
+AUTO_FILTER = "auto_filter_small_kn"
+
+
+class OptionError(ValueError):
+    """An option f8fx does not know, or a value it cannot take; the message says what to write."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the backend, with their defaults.
+
+    Attributes:
+        recipe: name of a preset, or a :class:`~f8fx.recipe.Recipe`.
+        select: ``"auto"`` converts a matmul where the cost model says it pays on the target;
+            ``"all"`` wherever it is legal.
+        filter_fqns: matmuls whose module name contains one of these stay as they are. TorchTitan's
+            entry ``"auto_filter_small_kn"`` is accepted and means ``select="auto"``.
+        only_fqns: if given, only matmuls whose module name contains one of these are converted.
+        filter_fn: ``filter_fn(fqn, gemm) -> bool``, false leaves the matmul alone; ``gemm`` is a
+            :class:`~f8fx.report.GemmInfo`. Compiled graphs are then kept out of the on-disk caches,
+            unless the function has an attribute ``uuid``: a string that changes when its answers do.
+        pad: ``"auto"`` zero-pads sizes that are no multiple of 16 (under ``select="auto"`` where
+            that pays); ``"never"`` leaves such matmuls alone.
+        strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
+            warning.
+        executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
+        target: name of the hardware decisions are made for; default: where the tensors are.
+        inductor: Inductor options for this compile, as in ``torch.compile(options=...)``.
+        verbose: print every decision to stderr.
+        debug: check the graph after every pass and log its text at DEBUG.
+    """
+
+    recipe: Recipe = PRESETS["tensorwise"]
+    select: Literal["auto", "all"] = "auto"
+    filter_fqns: tuple[str, ...] = ()
+    only_fqns: tuple[str, ...] = ()
+    filter_fn: FilterFn | None = None
+    pad: Literal["auto", "never"] = "auto"
+    strict: bool = False
+    executor: Literal["inductor", "eager"] = "inductor"
+    target: Hardware | None = None
+    inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    verbose: bool = False
+    debug: bool = False
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+        """Checks what ``torch.compile`` was given.
+
+        Args:
+            options: any of the attributes above, by name.
+            mode: an Inductor mode, a recipe name, or both joined by ``"+"``, as in
+                ``"max-autotune+rowwise"``, for launchers that pass nothing else.
+
+        Raises:
+            OptionError: for an unknown key or value, naming the nearest valid one.
+        """
+        given = dict(options or {})
+        known = {f.name for f in fields(Options)}
+        for key in given:
+            if key not in known:
+                raise OptionError(_unknown("option", key, known))
+        from_mode, mode_patches = _parse_mode(mode)
+        if from_mode is not None:
+            if "recipe" in given and _recipe(given["recipe"]) != from_mode:
+                raise OptionError(f"mode={mode!r} names a recipe and so does options['recipe']; give one")
+            given["recipe"] = from_mode
+        values = {key: _PARSERS[key](value) for key, value in given.items()}
+        filters = values.get("filter_fqns", ())
+        if AUTO_FILTER in filters:
+            values["filter_fqns"] = tuple(part for part in filters if part != AUTO_FILTER)
+            if given.get("select", "auto") != "auto":
+                raise OptionError(f'filter_fqns has {AUTO_FILTER!r}, which means select="auto"; give one')
+        values["inductor"] = MappingProxyType({**mode_patches, **values.get("inductor", {})})
+        return Options(**values)
+
+    def policy(self) -> Policy:
+        """The options that `select` needs."""
+        return Policy(self.select, self.filter_fqns, self.only_fqns, self.filter_fn, self.pad)
+
+    def decision_key(self) -> tuple[Any, ...]:
+        """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
+        target = self.target.name if self.target else None
+        return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, target)
+
+
+def _unknown(what: str, value: object, known: Iterable[str]) -> str:
+    known = sorted(known)
+    near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"unknown {what} {value!r}{hint} (known: {', '.join(known)})"
+
+
+def _choice(key: str, *allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in allowed:
+            raise OptionError(_unknown(f"value of {key}:", value, allowed))
+        return value
+
+    return parse
+
+
+def _bool(key: str) -> Callable[[Any], bool]:
+    def parse(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise OptionError(f"{key} must be True or False, got {value!r}")
+        return value
+
+    return parse
+
+
+def _names(key: str) -> Callable[[Any], tuple[str, ...]]:
+    def parse(value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise OptionError(f"{key} must be a list of substrings of module names, got {value!r}")
+        parts = tuple(value)
+        for part in parts:
+            if not isinstance(part, str) or not part:
+                raise OptionError(f"{key} must hold non-empty strings, got {part!r}")
+        return parts
+
+    return parse
+
+
+def _recipe(value: Any) -> Recipe:
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str) and value in PRESETS:
+        return PRESETS[value]
+    if isinstance(value, str):
+        raise OptionError(_unknown("recipe", value, PRESETS))
+    raise OptionError(f"recipe must be the name of one ({', '.join(PRESETS)}) or a Recipe, got {value!r}")
+
+
+def _filter_fn(value: Any) -> FilterFn | None:
+    if value is not None and not callable(value):
+        raise OptionError(f"filter_fn must be a function (fqn, gemm) -> bool, got {value!r}")
+    return value
+
+
+def _target(value: Any) -> Hardware | None:
+    if value is None or isinstance(value, Hardware):
+        return value
+    try:
+        return hardware.find(value)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise OptionError(f"target: {error}") from None
+
+
+def _inductor(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise OptionError(f"inductor must be a dict of Inductor options, got {value!r}")
+    known = inductor_config().get_config_copy()
+    for key in value:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), list(known), n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise OptionError(f"unknown Inductor option {key!r}{hint}")
+    return dict(value)
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "recipe": _recipe,
+    "select": _choice("select", "auto", "all"),
+    "filter_fqns": _names("filter_fqns"),
+    "only_fqns": _names("only_fqns"),
+    "filter_fn": _filter_fn,
+    "pad": _choice("pad", "auto", "never"),
+    "strict": _bool("strict"),
+    "executor": _choice("executor", "inductor", "eager"),
+    "target": _target,
+    "inductor": _inductor,
+    "verbose": _bool("verbose"),
+    "debug": _bool("debug"),
+}
+
+
+def _parse_mode(mode: str | None) -> tuple[Recipe | None, dict[str, Any]]:
+    if mode is None:
+        return None, {}
+    if not isinstance(mode, str):
+        raise OptionError(f"mode must be a string, got {mode!r}")
+    recipe: Recipe | None = None
+    inductor_mode: str | None = None
+    for part in mode.split("+"):
+        if part in PRESETS:
+            if recipe is not None:
+                raise OptionError(f"mode={mode!r} names two recipes")
+            recipe = PRESETS[part]
+        elif part == "default" or part in inductor_modes():
+            if inductor_mode is not None:
+                raise OptionError(f"mode={mode!r} names two Inductor modes")
+            inductor_mode = part
+        else:
+            raise OptionError(_unknown("mode", part, ["default", *inductor_modes(), *PRESETS]))
+    patches = inductor_mode_options(inductor_mode) if inductor_mode not in (None, "default") else {}
+    return recipe, patches

@@ -1,0 +1,151 @@
+"""What was decided and why: plain data, one :class:`GraphReport` for each compiled graph.
+
+``with recording() as reports:`` collects them; every report is also logged as one line at INFO on
+the logger ``f8fx``, whether anything was converted or not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .recipe import Role
+
+log = logging.getLogger("f8fx")
+
+
+@dataclass(frozen=True)
+class GemmInfo:
+    """A matmul as user code sees it: what ``filter_fn`` is called with.
+
+    Sizes are of ``[m, k] @ [k, n]``; a dynamic one has the value it was traced with.
+    """
+
+    fqn: str
+    role: Role
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One matmul and what became of it.
+
+    Attributes:
+        fqn: the module whose forward called it, "" where none did.
+        role: ``output``, ``grad_input`` or ``grad_weight``.
+        m, k, n: sizes of ``[m, k] @ [k, n]``; a string such as ``"s77"`` where dynamic, "?" unknown.
+        converted: whether it runs in float8.
+        reason: why, in a few words that recur and can be counted.
+        detail: the same with numbers, or "".
+        speedup: predicted time of the layer in high precision over that in float8, casts included;
+            ``None`` where no prediction was asked for.
+        seconds: predicted time of the matmul in high precision, ``None`` likewise.
+    """
+
+    fqn: str
+    role: Role
+    m: int | str
+    k: int | str
+    n: int | str
+    converted: bool
+    reason: str
+    detail: str = ""
+    speedup: float | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class GraphReport:
+    """What f8fx did to one graph.
+
+    Attributes:
+        recipe: name of the recipe.
+        target: name of the hardware the decisions were for.
+        training: whether the graph holds a backward.
+        decisions: one for each matmul, in graph order.
+        pass_seconds: time of each pass, by name.
+        cached: the compiled code came from a cache; the decisions are those made when it was built.
+        fallback: why the graph runs without float8 after an internal failure, else "".
+    """
+
+    recipe: str
+    target: str = ""
+    training: bool = False
+    decisions: list[Decision] = field(default_factory=list)
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+    cached: bool = False
+    fallback: str = ""
+
+    @property
+    def total(self) -> int:
+        """Matmuls seen."""
+        return len(self.decisions)
+
+    @property
+    def converted(self) -> int:
+        """Matmuls that run in float8."""
+        return 0 if self.fallback else sum(d.converted for d in self.decisions)
+
+    @property
+    def skipped(self) -> int:
+        """Matmuls left as they were."""
+        return self.total - self.converted
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many matmuls were skipped for each reason, most frequent first."""
+        if self.fallback:
+            return {self.fallback: self.total}
+        return dict(Counter(d.reason for d in self.decisions if not d.converted).most_common())
+
+    def line(self) -> str:
+        """The summary that is logged."""
+        if self.fallback:
+            return f"f8fx: plain Inductor for this graph, nothing in float8: {self.fallback}"
+        if not self.total:
+            return f"f8fx: no matmuls in this graph ({self.recipe})"
+        text = f"f8fx: {self.converted} of {self.total} matmuls in float8 ({self.recipe})"
+        if self.skipped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
+            text += f", {self.skipped} skipped: {reasons}"
+        return text + (" [cached]" if self.cached else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> GraphReport:
+        """The inverse of :meth:`to_dict`."""
+        return GraphReport(**{**data, "decisions": [Decision(**d) for d in data["decisions"]]})
+
+
+_RECORDERS: list[list[GraphReport]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[GraphReport]]:
+    """Collects the reports of all graphs compiled inside the block, from any thread."""
+    reports: list[GraphReport] = []
+    _RECORDERS.append(reports)
+    try:
+        yield reports
+    finally:
+        # by identity: two empty lists are equal
+        _RECORDERS[:] = [recorder for recorder in _RECORDERS if recorder is not reports]
+
+
+def publish(report: GraphReport) -> None:
+    """Logs a report and hands it to every open :func:`recording` block."""
+    log.info(report.line())
+    for recorder in _RECORDERS:
+        recorder.append(report)

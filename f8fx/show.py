@@ -1,0 +1,23 @@
+"""Reports as text for a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from .report import GraphReport
+
+
+def print_report(report: GraphReport, file: TextIO | None = None) -> None:
+    """Prints every decision of one graph as a table, to stderr by default."""
+    console = Console(file=file or sys.stderr)
+    table = Table(title=report.line(), title_justify="left", expand=False)
+    for column in ("module", "gemm", "M x K x N", "float8", "why"):
+        table.add_column(column, overflow="fold")
+    for d in report.decisions:
+        why = f"{d.reason} ({d.detail})" if d.detail else d.reason
+        table.add_row(d.fqn, d.role, f"{d.m} x {d.k} x {d.n}", "yes" if d.converted else "-", why)
+    console.print(table)

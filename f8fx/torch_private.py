@@ -1,0 +1,225 @@
+"""Every private PyTorch interface f8fx uses, in one place.
+
+Checked on torch 2.11, 2.13 and 2.15. Each entry says what it is used for, so that a reader of a
+newer torch knows what to look for when one has moved. Nothing outside this file imports a name
+with a leading underscore from torch, or a module under ``torch._inductor``, ``torch._functorch``,
+``torch._dynamo`` or ``torch._subclasses``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+#: The torch releases the test suite passes on.
+SUPPORTED_TORCH: tuple[str, ...] = ("2.11", "2.13", "2.15")
+
+
+def check_version(version: str = torch.__version__) -> str | None:
+    """A warning for a torch version the suite is not run on; ``None`` for a supported one."""
+    major_minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    tested = [tuple(map(int, v.split("."))) for v in SUPPORTED_TORCH]
+    if min(tested) <= major_minor <= max(tested):
+        return None
+    side = "older" if major_minor < min(tested) else "newer"
+    return (
+        f"f8fx is tested on torch {', '.join(SUPPORTED_TORCH)}; this is {version}, which is {side}. "
+        "Compiling goes on; if a graph fails it falls back to plain Inductor with a warning"
+    )
+
+
+# -- fake tensors ---------------------------------------------------------------------------------
+
+
+def detect_fake_mode(values: Sequence[Any]) -> Any:
+    """The FakeTensorMode the values live in, or None (``torch._guards.detect_fake_mode``)."""
+    from torch._guards import detect_fake_mode as detect
+
+    return detect(values)
+
+
+def fake_tensor_mode(**kwargs: Any) -> Any:
+    """A new ``torch._subclasses.FakeTensorMode``."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**kwargs)
+
+
+# -- symbolic sizes -------------------------------------------------------------------------------
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The value a symbolic size had when it was traced; None where it has none (unbacked)."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    return int(node.hint) if node.has_hint() else None
+
+
+def statically_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on symbolic sizes always holds, without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+# -- Inductor -------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+
+    class CustomGraphPass:
+        """Base class of graph passes that Inductor can put into its cache keys."""
+
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+        def uuid(self) -> Any: ...
+
+else:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+
+def inductor_config() -> Any:
+    """The module ``torch._inductor.config``; only read, and patched for one compile at a time."""
+    from torch._inductor import config
+
+    return config
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """Inductor options a ``torch.compile`` mode stands for; KeyError-free: unknown modes raise."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def inductor_modes() -> tuple[str, ...]:
+    """Names ``torch.compile(mode=...)`` knows."""
+    from torch._inductor import list_mode_options
+
+    return tuple(list_mode_options())
+
+
+def compile_fx_module() -> Any:
+    """The module that holds ``compile_fx``, which both the stock backend and f8fx end in."""
+    return importlib.import_module("torch._inductor.compile_fx")
+
+
+def joint_custom_pre_pass() -> Any:
+    """The pass or passes a user has already put into ``joint_custom_pre_pass`` (2.11: one object)."""
+    return inductor_config().joint_custom_pre_pass
+
+
+def stable_topological_sort(graph: fx.Graph) -> None:
+    """Orders nodes after their inputs (``torch._inductor.pattern_matcher``)."""
+    from torch._inductor.pattern_matcher import stable_topological_sort as sort
+
+    sort(graph)
+
+
+def inductor_cache_dir() -> str:
+    """Directory of Inductor's on-disk caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+# -- AOTAutograd ----------------------------------------------------------------------------------
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decomposition table Inductor traces with."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def min_cut_partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's partitioner: joint graph -> forward and backward graph."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
+
+
+def aot_backend(**kwargs: Any) -> Callable[..., Any]:
+    """A Dynamo backend made of AOTAutograd with the given compilers and partitioner."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(**kwargs)
+
+
+def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function with AOTAutograd's boxed calling convention."""
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(fn)
+
+
+def supports_rowwise_scaled_mm(device_type: str, version: str = torch.__version__) -> bool:
+    """Whether ``torch._scaled_mm`` takes scale vectors there: not on CPU before torch 2.12."""
+    major_minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return device_type != "cpu" or major_minor >= (2, 12)
+
+
+@contextmanager
+def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute for the length of a block."""
+    previous = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, previous)
+
+
+class Lowering:
+    """Inductor's lowerings, called on its IR values (``torch._inductor.lowering``, ``ir``)."""
+
+    def __init__(self) -> None:
+        from torch._inductor import ir, lowering
+
+        self._ir = ir
+        self._lowering = lowering
+
+    def register(self, target: Any, fn: Callable[..., Any]) -> None:
+        """Makes ``fn`` the lowering of an operator."""
+        self._lowering.register_lowering(target, type_promotion_kind=None)(fn)
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """The lowering of an aten operator applied to IR values."""
+        return self._lowering.lowerings[target](*args, **kwargs)
+
+    def to_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+        """A cast, kept out of Inductor's cast elimination."""
+        return self._lowering.to_dtype(x, dtype)
+
+    def constant_like(self, constant: float, x: Any) -> Any:
+        """A constant of the shape, dtype and device of ``x``."""
+        return self._lowering.constant_like(constant)(x)
+
+    def realized(self, x: Any) -> Any:
+        """The value, written to a buffer of its own instead of being inlined into its readers."""
+        x.realize()
+        return x
+
+    def row_major(self, x: Any) -> Any:
+        """The 2-D value in a buffer of its own with contiguous strides."""
+        return self._ir.ExternKernel.require_stride_order(x, [1, 0])
+
+    def missing(self, size: Any, multiple: int) -> Any:
+        """How many elements take a size (a number or a sympy expression) to a multiple."""
+        if multiple == 1:
+            return 0
+        from torch._inductor.virtualized import V
+
+        expression = (-size) % multiple
+        return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
+
+
+def inductor_lowering() -> Lowering:
+    """See :class:`Lowering`."""
+    return Lowering()

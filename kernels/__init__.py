@@ -1,0 +1,1 @@
+"""Kernels and their pure-PyTorch definitions. Knows tensors, not graphs."""

@@ -1,0 +1,108 @@
+"""The passes: joint graph in, joint graph out. Read :class:`Pipeline` from top to bottom.
+
+======  ==========  ==============================================================================
+ order   pass        what it does
+======  ==========  ==============================================================================
+   1     find        every matmul, its role, name, sizes and operands            (only looks)
+   2     select      convert or skip, with the reason                            (only looks)
+   4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
+   5     share       one amax, scale and cast for each tensor and granularity
+   7     tags        what activation checkpointing may recompute
+======  ==========  ==============================================================================
+
+The numbers are those of the full design; lowering to kernels (8) is Inductor's job, with the rules
+in :mod:`f8fx.lowerings`. Every pass is an object built from plain values and called with a graph; it
+can be used alone on any aten joint graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from f8fx.hardware import Hardware
+from f8fx.recipe import Recipe
+from f8fx.report import GraphReport
+from f8fx.torch_private import supports_rowwise_scaled_mm
+
+from .check import check, describe, signature
+from .find import Find, backward_nodes
+from .quantize import Quantize
+from .select import Convert, Policy, Select, decision
+from .share import Share
+from .tags import Tags
+
+__all__ = ["Find", "Pipeline", "Policy", "Quantize", "Select", "Share", "Tags", "check", "describe"]
+
+
+class Pipeline:
+    """All passes in order.
+
+    Args:
+        recipe: what float8 means for each gemm.
+        policy: the user's say in what is converted.
+        hardware: what decisions are made for; ``None``: the device each matmul runs on.
+        debug: check the graph after every pass.
+        watch: called with the name of each pass and the graph's text after it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        policy: Policy,
+        hardware: Hardware | None = None,
+        debug: bool = False,
+        watch: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.debug = debug
+        self.watch = watch
+        self.find = Find()
+        self.select = Select(recipe, policy, hardware)
+        self.quantize = Quantize(recipe, _rowwise_in_gemm)
+        self.share = Share()
+        self.tags = Tags()
+
+    def __call__(self, graph: fx.Graph) -> GraphReport:
+        """Rewrites the graph in place and says what was done.
+
+        A graph in which nothing is converted is left exactly as it was.
+        """
+        report = GraphReport(self.recipe.name, training=bool(backward_nodes(graph)))
+        outputs = signature(graph) if self.debug else None
+
+        def run(name: str, step: Callable[..., Any], *args: Any) -> Any:
+            start = time.perf_counter()
+            result = step(*args)
+            report.pass_seconds[name] = time.perf_counter() - start
+            if self.watch is not None:
+                self.watch(name, describe(graph))
+            if self.debug:
+                check(graph, name, outputs)
+            return result
+
+        found = run("find", self.find, graph)
+        choices = run("select", self.select, found)
+        conversions = [choice for choice in choices if isinstance(choice, Convert)]
+        if conversions:
+            run("quantize", self.quantize, graph, conversions)
+            run("share", self.share, graph)
+            run("tags", self.tags, graph)
+        report.decisions = [decision(choice) for choice in choices]
+        report.target = _target_name(self.select, found)
+        return report
+
+
+def _rowwise_in_gemm(device: torch.device) -> bool:
+    return supports_rowwise_scaled_mm(device.type)
+
+
+def _target_name(select: Select, found: Any) -> str:
+    if select.hardware is not None:
+        return select.hardware.name
+    names = sorted({select.hardware_of(gemm.device).name for gemm in found.gemms})
+    return ", ".join(names)

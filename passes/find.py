@@ -1,0 +1,239 @@
+"""Pass 1, *find*: every matmul of the graph becomes a :class:`~passes.gemm.Gemm`. Only looks.
+
+A joint graph knows no layers: ``F.linear``, ``einsum``, ``@`` and HF's ``Conv1D`` all arrive as
+``mm``, ``addmm`` or ``bmm`` on views and permutes, and their gradients as more of the same. What a
+recipe needs to know is recovered here:
+
+* **operands**: traced through movement operators to the tensor they come from, so that all uses of
+  one tensor are seen as one (:mod:`passes.operand`). A *weight* is also traced through the cast
+  that autocast puts between a float32 parameter and its matmul: the recipe quantizes the
+  parameter, not its bfloat16 rounding (torchao does the same);
+* **role**: a matmul that does not depend on the tangents computes an ``output``. One that does
+  shares its other operand with the forward matmul it differentiates: if that is the forward's
+  weight it computes ``grad_input``, if it is the input, ``grad_weight``;
+* **name**: the module's FQN, in backward too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from f8fx.recipe import OperandKind, Role
+
+from . import fqn
+from .gemm import Gemm, Operand, Unmatched
+from .operand import base_of, flat_base, is_same, shape_of, trace
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
+#: Matmuls that are seen, and left, with the reason.
+_LEFT = {
+    aten.baddbmm.default: "batched matmul of two activations",
+    aten.mv.default: "matrix times vector",
+    aten.addmv.default: "matrix times vector",
+    aten._scaled_mm.default: "already float8",
+}
+_CASTS = frozenset((prims.convert_element_type.default, aten._to_copy.default))
+_COMPUTE = frozenset((*_GEMMS, *_LEFT))
+
+
+@dataclass
+class Found:
+    """What `find` saw, in graph order.
+
+    Attributes:
+        gemms: the matmuls a recipe can speak of.
+        unmatched: all others, each with its reason.
+    """
+
+    gemms: list[Gemm] = field(default_factory=list)
+    unmatched: list[Unmatched] = field(default_factory=list)
+
+
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on a tangent; empty for an inference graph."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if "tangents" in str(node.target):
+                backward.add(node)
+        elif any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+    return backward
+
+
+class Find:
+    """Collects the matmuls of a joint or inference graph."""
+
+    def __call__(self, graph: fx.Graph) -> Found:
+        return _Walk(graph).run()
+
+
+@dataclass(frozen=True)
+class _Traced:
+    node: fx.Node
+    transposed: bool
+
+
+class _Walk:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.backward = backward_nodes(graph)
+        self.found = Found()
+        # one node stands for all 2-D views of the same elements
+        self.representatives: dict[Hashable, fx.Node] = {}
+        # which forward matmuls read a tensor, and as what
+        self.readers: dict[fx.Node, list[tuple[Gemm, OperandKind]]] = defaultdict(list)
+
+    def run(self) -> Found:
+        for node in self.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target in _LEFT:
+                self._leave(node, _LEFT[node.target])
+            elif node.target in _GEMMS:
+                if node.target is aten.bmm.default and not is_same(shape_of(node)[0], 1):
+                    self._leave(node, "batched matmul of two activations")
+                elif node in self.backward:
+                    self._backward_gemm(node)
+                else:
+                    self._forward_gemm(node)
+        return self.found
+
+    def _operands(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+        left, right = _GEMMS[node.target]  # type: ignore[index]
+        return node.args[left], node.args[right]  # type: ignore[return-value]
+
+    def _trace(self, node: fx.Node) -> _Traced:
+        source, transposed = trace(node)
+        shape = shape_of(source)
+        key = (flat_base(source), str(shape[-2]), str(shape[-1]), len(shape))
+        return _Traced(self.representatives.setdefault(key, source), transposed)
+
+    def _through_cast(self, traced: _Traced) -> _Traced:
+        """A weight, traced on through the cast from the float32 parameter it is a rounding of."""
+        node = traced.node
+        if node.target not in _CASTS or not isinstance(node.args[0], fx.Node):
+            return traced
+        source = node.args[0]
+        if source.meta["val"].dtype != torch.float32 or len(shape_of(source)) != 2:
+            return traced
+        if not _is_parameter(source):
+            return traced
+        inner = self._trace(source)
+        return _Traced(inner.node, inner.transposed ^ traced.transposed)
+
+    def _forward_gemm(self, node: fx.Node) -> None:
+        left, right = (self._trace(operand) for operand in self._operands(node))
+        if _is_parameter(left.node) and not _is_parameter(right.node):
+            kinds: tuple[OperandKind, OperandKind] = ("weight", "input")
+            left = self._through_cast(left)
+        else:
+            kinds = ("input", "weight")
+            right = self._through_cast(right)
+        gemm = self._gemm(node, "output", fqn.of_node(node), left, right, kinds, node)
+        self.readers[gemm.left.node].append((gemm, kinds[0]))
+        self.readers[gemm.right.node].append((gemm, kinds[1]))
+
+    def _backward_gemm(self, node: fx.Node) -> None:
+        sides = self._operands(node)
+        is_grad = [side in self.backward for side in sides]
+        if all(is_grad):
+            return self._leave(node, "both operands are gradients")
+        traced = [self._trace(side) for side in sides]
+        other = is_grad.index(False)
+        match = self._forward_of(node, traced[other])
+        if match is None:
+            # the weight may have been read through its cast
+            through = self._through_cast(traced[other])
+            match = self._forward_of(node, through)
+            if match is None:
+                return self._leave(node, "no forward matmul it is the gradient of")
+            traced[other] = through
+        forward, kind = match
+        role: Role = "grad_input" if kind == "weight" else "grad_weight"
+        kinds: list[OperandKind] = ["grad_output", "grad_output"]
+        kinds[other] = kind
+        name = forward.fqn or fqn.of_node(node)
+        self._gemm(node, role, name, traced[0], traced[1], (kinds[0], kinds[1]), forward.node)
+
+    def _forward_of(self, node: fx.Node, shared: _Traced) -> tuple[Gemm, OperandKind] | None:
+        """The forward matmul that reads `shared` and whose gradient `node` can be."""
+        sizes = sorted(map(str, _sizes(node, self._operands(node))))
+        fits = [
+            (gemm, kind)
+            for gemm, kind in self.readers.get(shared.node, ())
+            if sorted(map(str, (gemm.m, gemm.k, gemm.n))) == sizes
+        ]
+        for gemm, kind in fits:
+            # AOTAutograd gives a backward node the sequence number of its forward
+            if "seq_nr" in node.meta and gemm.node.meta.get("seq_nr") == node.meta["seq_nr"]:
+                return gemm, kind
+        name = fqn.of_node(node)
+        for gemm, kind in fits:
+            if gemm.fqn == name:
+                return gemm, kind
+        return fits[0] if fits else None
+
+    def _gemm(
+        self,
+        node: fx.Node,
+        role: Role,
+        name: str,
+        left: _Traced,
+        right: _Traced,
+        kinds: tuple[OperandKind, OperandKind],
+        layer: fx.Node,
+    ) -> Gemm:
+        m, k, n = _sizes(node, self._operands(node))
+        gemm = Gemm(
+            node,
+            role,
+            name,
+            m,
+            k,
+            n,
+            Operand(left.node, left.transposed, kinds[0], _is_fused(left.node)),
+            Operand(right.node, right.transposed, kinds[1], _is_fused(right.node)),
+            layer,
+        )
+        self.found.gemms.append(gemm)
+        return gemm
+
+    def _leave(self, node: fx.Node, reason: str) -> None:
+        if node.target in _GEMMS:
+            m, k, n = _sizes(node, self._operands(node))
+        else:
+            shape = shape_of(node)
+            m, k, n = (shape[-2] if len(shape) > 1 else 1), -1, shape[-1] if shape else 1
+        role: Role = "grad_input" if node in self.backward else "output"
+        self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
+
+
+def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
+    m, n = shape_of(node)[-2:]
+    return m, shape_of(operands[0])[-1], n
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a tensor is an input of the graph, at most viewed, permuted or cast."""
+    node = base_of(node)
+    while node.target in _CASTS:
+        node = base_of(node.args[0])  # type: ignore[arg-type]
+    return node.op == "placeholder"
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """Whether the kernel that writes a tensor is one that an amax can ride in."""
+    node = flat_base(node)
+    if node.op != "call_function" or node.target in _COMPUTE:
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or node.target in _CASTS or node.target is aten.cat.default

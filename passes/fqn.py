@@ -1,0 +1,40 @@
+"""Names of modules, read from the metadata that Dynamo and AOTAutograd leave on nodes.
+
+Forward nodes carry ``nn_module_stack``, backward ones ``fwd_nn_module_stack``: the chain of modules
+whose ``forward`` was running, as Python source (``L['self'].layers[0].attn``). A user knows
+``layers.0.attn``, the name ``named_modules()`` gives.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+_ROOT = re.compile(r"^[LG]\['[^']*'\]")
+_GLOBAL = re.compile(r"^[LG]\['([^']*)'\]$")
+_MODULES = re.compile(r"\._modules(?=\[)")
+_INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+_GETATTR = re.compile(r"getattr\(([^(),]*(?:\([^()]*\))?[^(),]*), '([^']+)'\)")
+#: Wrappers that add a level to the path but none to the name a user knows.
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+
+
+def clean(path: str) -> str:
+    """The dotted name for a path in Dynamo's notation; "" for the compiled module itself."""
+    previous = None
+    while previous != path:
+        previous, path = path, _GETATTR.sub(r"\1.\2", path)
+    path = _ROOT.sub("", path)
+    path = _MODULES.sub("", path)
+    path = _INDEX.sub(r".\1", path)
+    return ".".join(part for part in path.split(".") if part and part not in _WRAPPERS)
+
+
+def of_node(node: fx.Node) -> str:
+    """Name of the innermost module a node belongs to, forward or backward; "" where there is none."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return clean(path)

@@ -1,0 +1,87 @@
+"""Value objects: what `find` saw. Matching fills them in; rewriting only reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from f8fx.recipe import OperandKind, Role
+
+Size = int | torch.SymInt
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a gemm, traced back to the tensor it comes from.
+
+    Attributes:
+        node: a 2-D value of the graph with the operand's elements: the operand itself, or its
+            transpose. Two uses of one tensor, say in forward and in backward, have the same node.
+        transposed: whether the gemm reads ``node.T``.
+        kind: the part the tensor plays in its layer.
+        fused: whether the tensor comes out of a pointwise or normalisation kernel, so that an
+            amax can ride in the kernel that produces it.
+    """
+
+    node: fx.Node
+    transposed: bool
+    kind: OperandKind
+    fused: bool
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for operands that are the same tensor."""
+        return self.node
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.node.meta["val"].dtype
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matmul of the graph, ``[m, k] @ [k, n]``.
+
+    Attributes:
+        node: the matmul: ``mm``, ``addmm`` or a ``bmm`` of batch 1.
+        role: which of a layer's three gemms it is, in torchao's words.
+        fqn: name of the module whose forward called it, "" where none did.
+        m, k, n: sizes; ``SymInt`` where the graph is dynamic.
+        left, right: the operands.
+        layer: the forward matmul this one belongs to (itself for ``output``).
+    """
+
+    node: fx.Node
+    role: Role
+    fqn: str
+    m: Size
+    k: Size
+    n: Size
+    left: Operand
+    right: Operand
+    layer: fx.Node
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the result."""
+        return self.node.meta["val"].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.node.meta["val"].device
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A matmul that `find` does not hand on, and why; it stays as it is."""
+
+    node: fx.Node
+    fqn: str
+    role: Role
+    m: Size
+    k: Size
+    n: Size
+    reason: str

@@ -1,0 +1,130 @@
+"""Tracing a matmul's operand back to the tensor it came from.
+
+Between a tensor and the gemms that read it stand movement operators: ``view`` to two dimensions,
+``permute``, and, for ``einsum``, ``unsqueeze`` and permutes of size-1 dimensions. Forward and
+backward use different ones, so that one tensor looks like several. :func:`trace` peels them and
+returns a 2-D node plus one bit, *transposed*.
+
+Every peeled operator either keeps the order of the elements (a view) or swaps two groups of
+dimensions (a transpose); anything else ends the walk. What is left is exact: the operand equals
+``node`` or ``node.T``, element for element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+#: Operators that keep the order of the elements, whatever shape they give.
+_SAME_ORDER = frozenset(
+    (
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.alias.default,
+        aten.detach.default,
+    )
+)
+_PERMUTES = frozenset((aten.permute.default, aten.t.default, aten.transpose.int))
+
+
+def shape_of(node: fx.Node) -> tuple:
+    """Sizes of the value of a node."""
+    return tuple(node.meta["val"].shape)
+
+
+def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are known to be equal, without adding a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return str(a) == str(b)
+
+
+def _permutation(node: fx.Node) -> list[int]:
+    rank = len(shape_of(node))
+    if node.target is aten.t.default:
+        return list(range(rank))[::-1]
+    if node.target is aten.transpose.int:
+        order = list(range(rank))
+        i, j = node.args[1] % rank, node.args[2] % rank  # type: ignore[operator]
+        order[i], order[j] = order[j], order[i]
+        return order
+    return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
+
+
+def _product(sizes: list) -> int | torch.SymInt:
+    result: int | torch.SymInt = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def _is_swap(node: fx.Node, rows: int | torch.SymInt) -> bool | None:
+    """How a permute acts on its input seen as a matrix: transposes it, leaves it, or neither (None).
+
+    The *output* is seen as ``[rows, columns]`` with ``rows`` given.
+    """
+    source = shape_of(node.args[0])  # type: ignore[arg-type]
+    order = [d for d in _permutation(node) if not is_same(source[d], 1)]
+    if order == sorted(order):
+        return False
+    for split in range(1, len(order)):
+        swapped = order[split:] + order[:split]
+        if swapped == sorted(order) and is_same(_product([source[d] for d in order[:split]]), rows):
+            return True
+    return None
+
+
+def trace(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The 2-D node an operand comes from, and whether the operand is its transpose.
+
+    Args:
+        node: operand of a matmul, ``[rows, columns]`` or ``[1, rows, columns]``.
+
+    Returns:
+        The earliest node of that shape, up to leading dimensions of size 1, that has the operand's
+        elements or those of its transpose.
+    """
+    rows, columns = shape_of(node)[-2:]
+    transposed = False
+    best, best_transposed = node, False
+    current = node
+    while True:
+        if current.op != "call_function" or not current.args:
+            break
+        if current.target in _SAME_ORDER:
+            current = current.args[0]  # type: ignore[assignment]
+        elif current.target in _PERMUTES:
+            # `current` holds a [rows, columns] matrix, or its transpose, in row-major order
+            swap = _is_swap(current, columns if transposed else rows)
+            if swap is None:
+                break
+            transposed ^= swap
+            current = current.args[0]  # type: ignore[assignment]
+        else:
+            break
+        shape = shape_of(current)
+        expected = (columns, rows) if transposed else (rows, columns)
+        if len(shape) >= 2 and all(map(is_same, shape, (1,) * (len(shape) - 2) + expected)):
+            best, best_transposed = current, transposed
+    return best, best_transposed
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node under all views and permutes: what is read from memory."""
+    while node.op == "call_function" and (node.target in _SAME_ORDER or node.target in _PERMUTES):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def flat_base(node: fx.Node) -> fx.Node:
+    """The node under the views that keep the order of the elements."""
+    while node.op == "call_function" and node.target in _SAME_ORDER:
+        node = node.args[0]  # type: ignore[assignment]
+    return node

@@ -1,0 +1,221 @@
+"""Pass 4, *quantize*: every chosen matmul becomes float8 operands and ``aten._scaled_mm``.
+
+For ``[m, k] @ [k, n]`` the float8 gemm of Hopper takes both operands with ``k`` innermost ("NT").
+So the left operand is stored as ``[m, k]`` and the right one as ``[n, k]``, each row-major, and the
+gemm reads the second through a ``permute``. Whether that means a plain or a transposed copy follows
+from how the operand was traced.
+
+Emitted, tensorwise::
+
+    amax_1  = f8fx.amax(x);                  amax_2  = f8fx.amax(w)
+    scale_1 = f8fx.scale(amax_1, ...);       scale_2 = f8fx.scale(amax_2, ...)
+    x_f8    = f8fx.quantize(x, scale_1, ...) w_f8    = f8fx.quantize(w, scale_2, ...)
+    out     = aten._scaled_mm(x_f8, permute(w_f8), 1 / scale_1, 1 / scale_2, ...)
+
+Every matmul gets nodes of its own here; the next pass, *share*, makes equal ones one.
+
+The arithmetic is torchao's to the bit: rowwise gemms without fast accumulation run with unit scales
+and are rescaled afterwards; rowwise results other than bfloat16 are computed in bfloat16 and cast;
+a bias is added to the rounded result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from f8fx import ops
+from f8fx.recipe import QuantSpec, Recipe
+
+from .gemm import Gemm, Operand
+from .operand import shape_of
+from .rewrite import Inserter, Provenance
+from .select import ALIGNMENT, Convert
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Quantize:
+    """Rewrites the chosen matmuls, in place.
+
+    Args:
+        recipe: how each operand is quantized.
+        rowwise_in_gemm: whether ``_scaled_mm`` on a device takes scale vectors; where it does not,
+            they are applied to a float32 result.
+    """
+
+    def __init__(self, recipe: Recipe, rowwise_in_gemm: Callable[[torch.device], bool]) -> None:
+        self.recipe = recipe
+        self.rowwise_in_gemm = rowwise_in_gemm
+
+    def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> None:
+        for conversion in conversions:
+            gemm = conversion.gemm
+            provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize")
+            insert = Inserter(graph, gemm.node, provenance)
+            result = _GemmRewrite(conversion, self.recipe, self.rowwise_in_gemm, insert).run()
+            gemm.node.replace_all_uses_with(result)
+            graph.erase_node(gemm.node)
+
+
+class _GemmRewrite:
+    """The nodes of one matmul."""
+
+    def __init__(
+        self,
+        conversion: Convert,
+        recipe: Recipe,
+        rowwise_in_gemm: Callable[[torch.device], bool],
+        insert: Inserter,
+    ) -> None:
+        self.conversion = conversion
+        self.gemm: Gemm = conversion.gemm
+        self.spec = conversion.spec
+        self.recipe = recipe
+        self.insert = insert
+        self.scales_in_gemm = rowwise_in_gemm(self.gemm.device) or not self.spec.is_rowwise
+
+    def run(self) -> fx.Node:
+        gemm, conversion, insert = self.gemm, self.conversion, self.insert
+        left, left_scale = self._operand(
+            gemm.left, conversion.left_dtype, k_is_column=True, align=(1, _align(conversion.pad_k))
+        )
+        right, right_scale = self._operand(
+            gemm.right,
+            conversion.right_dtype,
+            k_is_column=False,
+            align=(_align(conversion.pad_n), _align(conversion.pad_k)),
+        )
+        product = self._scaled_mm(left, insert(aten.permute.default, right, [1, 0]), left_scale, right_scale)
+        if gemm.node.target is aten.addmm.default:
+            product = self._add_bias(product)
+        if len(shape_of(gemm.node)) == 3:
+            product = insert(aten.unsqueeze.default, product, 0)
+        return product
+
+    # -- operands
+
+    def _operand(
+        self, operand: Operand, dtype: torch.dtype, k_is_column: bool, align: tuple[int, int]
+    ) -> tuple[fx.Node, fx.Node]:
+        """The float8 copy with k innermost, and the reciprocal of its scale."""
+        insert = self.insert
+        spec = self._spec(operand)
+        source = operand.node
+        rank = len(shape_of(source))
+        if rank > 2:
+            source = insert(aten.squeeze.dims, source, list(range(rank - 2)))
+        # the stored copy is [rows, k]; the source is that, or its transpose
+        transpose = operand.transposed == k_is_column
+        dim = None if spec.granularity == "tensorwise" else (0 if transpose else 1)
+        amax = insert(ops.amax, source, dim)
+        scale = insert(ops.scale, amax, dtype=dtype, power_of_2=spec.power_of_2_scale)
+        data = insert(
+            ops.quantize, source, scale, dtype=dtype, dim=dim, transpose=transpose, align=list(align)
+        )
+        return data, insert(aten.reciprocal.default, scale)
+
+    def _spec(self, operand: Operand) -> QuantSpec:
+        spec = self.recipe.operand(self.gemm.role, operand.kind)
+        assert spec is not None  # `select` converts no gemm that the recipe leaves out
+        return spec
+
+    # -- the gemm
+
+    def _scaled_mm(self, left: fx.Node, right: fx.Node, left_scale: fx.Node, right_scale: fx.Node) -> fx.Node:
+        """The product in the dtype of the matmul it replaces, padding sliced off."""
+        insert, spec, wanted = self.insert, self.spec, self.gemm.dtype
+        after = spec.scales_after_gemm or not self.scales_in_gemm
+        computed = wanted
+        if spec.is_rowwise and wanted != torch.bfloat16:
+            computed = torch.bfloat16
+        if not self.scales_in_gemm and not spec.scales_after_gemm:
+            computed = torch.float32  # the device applies no scale vectors: one rounding, at the end
+        if after:
+            one = insert(
+                aten.full.default, [], 1.0, dtype=torch.float32, device=self.gemm.device, pin_memory=False
+            )
+            scales = (one, one)
+        elif spec.is_rowwise:
+            scales = (
+                self._vector(left_scale, left, 0, 1, 1),
+                self._vector(right_scale, right, 1, 0, ALIGNMENT if self.conversion.pad_n else 1),
+            )
+        else:
+            scales = (left_scale, right_scale)
+        product = insert(
+            aten._scaled_mm.default, left, right, *scales, None, None, computed, spec.use_fast_accum
+        )
+        if self.conversion.pad_n:
+            product = self._slice_columns(product)
+        if after:
+            product = self._rescale(product, left_scale, right_scale, computed)
+        if product.meta["val"].dtype != wanted:
+            product = insert(prims.convert_element_type.default, product, wanted)
+        return product
+
+    def _vector(self, scale: fx.Node, data: fx.Node, dim: int, unit_dim: int, align: int) -> fx.Node:
+        """A scale as ``_scaled_mm`` takes it beside a vector: ``[m, 1]`` or ``[1, n]``."""
+        insert = self.insert
+        if not shape_of(scale):
+            sizes: list = [1, 1]
+            sizes[dim] = insert.size(data, dim)
+            expanded = insert(aten.expand.default, insert(aten.view.default, scale, [1, 1]), sizes)
+            return insert(aten.clone.default, expanded, memory_format=torch.contiguous_format)
+        if align > 1:
+            missing = _missing(insert, scale, align)
+            scale = insert(aten.constant_pad_nd.default, scale, [0, missing], 1.0)
+        # not `unsqueeze`: Inductor gives size-1 dimensions strides that `_scaled_mm` rejects
+        size = insert.size(scale, 0)
+        sizes, strides = ([size, 1], [1, 1]) if unit_dim == 1 else ([1, size], [size, 1])
+        return insert(aten.as_strided.default, scale, sizes, strides)
+
+    def _rescale(self, product: fx.Node, left: fx.Node, right: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``product * (left outer right)``, multiplied in float32 and rounded once to `dtype`."""
+        insert = self.insert
+        if shape_of(left):
+            left = insert(aten.unsqueeze.default, left, 1)
+        if shape_of(right):
+            right = insert(aten.unsqueeze.default, right, 0)
+        factor = insert(aten.mul.Tensor, left, right)
+        if product.meta["val"].dtype != torch.float32:
+            product = insert(prims.convert_element_type.default, product, torch.float32)
+        scaled = insert(aten.mul.Tensor, product, factor)
+        return insert(prims.convert_element_type.default, scaled, dtype) if dtype != torch.float32 else scaled
+
+    def _slice_columns(self, product: fx.Node) -> fx.Node:
+        right = self.gemm.right
+        columns = len(shape_of(right.node)) - (2 if right.transposed else 1)
+        end = self.insert.size(right.node, columns)
+        sliced = self.insert(aten.slice.Tensor, product, 1, 0, end)
+        return self.insert(aten.clone.default, sliced, memory_format=torch.contiguous_format)
+
+    # -- around it
+
+    def _add_bias(self, product: fx.Node) -> fx.Node:
+        """``beta * bias + alpha * product``, in the dtype of the matmul."""
+        insert, node = self.insert, self.gemm.node
+        bias, alpha, beta = node.args[0], node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        if alpha != 1:
+            product = insert(aten.mul.Tensor, product, alpha)
+        if beta == 0:
+            return product  # by definition the bias is not even read
+        if beta != 1:
+            bias = insert(aten.mul.Tensor, bias, beta)
+        return insert(aten.add.Tensor, product, bias)
+
+
+def _align(pad: bool) -> int:
+    return ALIGNMENT if pad else 1
+
+
+def _missing(insert: Inserter, vector: fx.Node, multiple: int):
+    """How many elements a vector lacks to a multiple: a number, or a node where it is dynamic."""
+    size = insert.size(vector, 0)
+    if isinstance(size, int):
+        return (-size) % multiple
+    return insert(operator.mod, insert(operator.neg, size), multiple)

@@ -1,0 +1,98 @@
+"""Inserting nodes so that everything downstream still finds what it reads in them.
+
+Inductor's partitioner, checkpointing, DTensor and the profiler all read node metadata. A node
+without a ``val`` breaks the next rewrite; one without ``recompute`` silently defeats activation
+checkpointing. So passes never call ``graph.call_function`` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from f8fx.torch_private import detect_fake_mode
+
+#: Where a node comes from; copied from the matmul a new node serves.
+_PROVENANCE = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "stack_trace",
+    "custom",
+    "source_fn_stack",
+    "original_aten",
+    "from_node",
+)
+#: What decides where a node runs and whether it is recomputed; copied from the tensor it reads.
+PLACEMENT = ("partitioner_tag", "recompute", "ac_graph_id", "memory_budget")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What ``node.meta["f8fx"]`` of an inserted node holds.
+
+    Attributes:
+        gemm: name of the matmul the node was first inserted for.
+        fqn, role: its module and role.
+        inserted_by: the pass.
+    """
+
+    gemm: str
+    fqn: str
+    role: str
+    inserted_by: str
+
+
+class Inserter:
+    """Inserts nodes before one anchor, each with a fake value and the anchor's provenance."""
+
+    def __init__(self, graph: fx.Graph, anchor: fx.Node, provenance: Provenance) -> None:
+        self.graph = graph
+        self.anchor = anchor
+        self.provenance = provenance
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """The new node ``target(*args, **kwargs)``."""
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        for key in _PROVENANCE:
+            if key in self.anchor.meta:
+                node.meta[key] = self.anchor.meta[key]
+        node.meta["f8fx"] = self.provenance
+        set_value(node)
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> int | fx.Node:
+        """Size ``dim`` of a node: a number, or where it is symbolic a node that computes it."""
+        size = node.meta["val"].shape[dim]
+        if isinstance(size, int):
+            return size
+        return self(torch.ops.aten.sym_size.int, node, dim)
+
+
+def set_value(node: fx.Node) -> None:
+    """Gives a node the fake value its target computes from its inputs' values."""
+
+    def value(source: fx.Node) -> Any:
+        return source.meta["val"]
+
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)  # type: ignore[arg-type]
+    mode = detect_fake_mode([source.meta["val"] for source in node.all_input_nodes] or node_values(node))
+    if mode is None:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return
+    with mode:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def node_values(node: fx.Node) -> list[Any]:
+    """Values of the nodes before `node`, for the fake mode they live in, until one is a tensor."""
+    for other in node.graph.nodes:
+        value = other.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return [value]
+    return []

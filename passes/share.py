@@ -1,0 +1,139 @@
+"""Pass 5, *share*: one amax, one scale and one cast for each (tensor, granularity, layout).
+
+`quantize` gives every matmul nodes of its own. Here
+
+1. equal inserted nodes become one (inference graphs have no partitioner, hence no CSE, of their own;
+   in training this also joins forward and backward);
+2. ``quantize`` of a ``dequantize`` of the same format folds to the float8 tensor that was marked;
+3. the row-major and the transposed copy of one tensor become one two-output operator, which reads
+   its source once, where both are made in the same half of the graph. A forward and a backward copy
+   stay apart: joined, they would be made in the forward and the second one kept until the backward.
+
+Only inserted nodes are touched, so a graph in which nothing was converted stays as it was.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from f8fx import ops
+
+from .find import backward_nodes
+from .rewrite import set_value
+
+_PLAIN = (1, 1)
+
+
+class Share:
+    """Joins equal nodes among those that passes inserted, in place."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        _fold_dequantize(graph)
+        _join_equal(graph)
+        _join_layouts(graph)
+
+
+def _inserted(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if "f8fx" in node.meta]
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(item) for item in value)
+    # 1, 1.0 and True are equal but not the same argument
+    return value if isinstance(value, fx.Node) else (type(value).__name__, value)
+
+
+def _join_equal(graph: fx.Graph) -> None:
+    seen: dict[Hashable, fx.Node] = {}
+    for node in _inserted(graph):
+        if node.target is torch.ops.aten._scaled_mm.default:
+            continue  # two equal matmuls are the user's
+        kwargs = tuple((name, _hashable(value)) for name, value in sorted(node.kwargs.items()))
+        key = (node.target, _hashable(node.args), kwargs)
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _fold_dequantize(graph: fx.Graph) -> None:
+    for node in _inserted(graph):
+        if node.target is not ops.quantize:
+            continue
+        marker = node.args[0]
+        assert isinstance(marker, fx.Node)
+        if marker.target is not ops.dequantize or not _same_format(node, marker):
+            continue
+        data, scale = marker.args[:2]
+        assert isinstance(data, fx.Node) and isinstance(scale, fx.Node)
+        if node.kwargs["transpose"] or tuple(node.kwargs["align"]) != _PLAIN:  # type: ignore[arg-type]
+            continue
+        own_scale = node.args[1]
+        assert isinstance(own_scale, fx.Node)
+        node.replace_all_uses_with(data)
+        graph.erase_node(node)
+        own_scale.replace_all_uses_with(scale)
+
+
+def _same_format(quantize: fx.Node, marker: fx.Node) -> bool:
+    data = marker.args[0]
+    assert isinstance(data, fx.Node)
+    same_dtype = data.meta["val"].dtype == quantize.kwargs["dtype"]
+    return same_dtype and marker.kwargs.get("dim") == quantize.kwargs.get("dim")
+
+
+def _join_layouts(graph: fx.Graph) -> None:
+    backward = backward_nodes(graph)
+    groups: dict[Hashable, dict[bool, fx.Node]] = defaultdict(dict)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in _inserted(graph):
+        # copies of a gradient are both made in the backward; without a backward there is one half
+        if node.target is ops.quantize and (node.args[0] in backward or not backward):
+            key = (node.args[0], node.kwargs["dtype"])
+            groups[key].setdefault(bool(node.kwargs["transpose"]), node)
+    for pair in groups.values():
+        if len(pair) == 2:
+            _join_pair(graph, pair[False], pair[True], order)
+
+
+def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Replaces two ``quantize`` of one tensor by one ``quantize_both``, where the first one stood."""
+    first = min((plain, transposed), key=order.__getitem__)
+    later_inputs = [n for n in (*plain.all_input_nodes, *transposed.all_input_nodes) if order[n] > order[first]]
+    for node in sorted(later_inputs, key=order.__getitem__):
+        _hoist(node, first, order)
+    with graph.inserting_before(first):
+        both = graph.call_function(
+            ops.quantize_both,
+            (plain.args[0], plain.args[1], transposed.args[1]),
+            dict(
+                dtype=plain.kwargs["dtype"],
+                dim=plain.kwargs["dim"],
+                dim_t=transposed.kwargs["dim"],
+                align=plain.kwargs["align"],
+                align_t=transposed.kwargs["align"],
+            ),
+        )
+        outputs = [graph.call_function(operator.getitem, (both, index)) for index in (0, 1)]
+    for node in (both, *outputs):
+        node.meta.update({key: value for key, value in first.meta.items() if key != "val"})
+        set_value(node)
+    for old, new in zip((plain, transposed), outputs, strict=True):
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+
+
+def _hoist(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Moves an inserted node, and the inserted nodes it needs, before `anchor`."""
+    for source in node.all_input_nodes:
+        if order[source] > order[anchor]:
+            _hoist(source, anchor, order)
+    anchor.prepend(node)
+    order[node] = order[anchor]

@@ -1,0 +1,149 @@
+"""The command line: what it prints, what it refuses and how, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from f8fx.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def _fails_with_usage(capsys: Capture, *argv: str) -> str:
+    """Runs a command line that must end with exit code 2; returns what it wrote to stderr."""
+    try:
+        code = main(argv)
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err
+
+
+def test_version_names_f8fx_and_torch(capsys: Capture):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert f"torch {torch.__version__}" in capsys.readouterr().out
+
+
+def test_no_command_shows_the_commands(capsys: Capture):
+    shown = _fails_with_usage(capsys)
+    assert all(command in shown for command in ("demo", "explain", "doctor"))
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: Capture):
+    assert "'demo', 'explain', 'doctor'" in _fails_with_usage(capsys, "train")
+
+
+@pytest.mark.parametrize("command", ["demo", "explain", "doctor"])
+def test_every_command_has_help(capsys: Capture, command: str):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"f8fx {command}" in capsys.readouterr().out
+
+
+def test_doctor_prints_for_people_and_for_programs(capsys: Capture):
+    assert main(["doctor"]) == 0
+    assert str(torch.__version__) in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"] == str(torch.__version__)
+
+
+def test_python_m_f8fx_is_the_same_command_line():
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "f8fx", "doctor", "--json"], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["devices"]
+
+
+# -- demo -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many"])
+def test_demo_refuses_steps_that_are_no_number(capsys: Capture, steps: str):
+    assert "whole number of at least 1" in _fails_with_usage(capsys, "demo", f"--steps={steps}")
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("cuda:99", "CUDA devices"), ("meta", "runs on cpu and cuda"), ("nonsense", "is no device")],
+)
+def test_demo_refuses_a_device_that_is_not_there(capsys: Capture, device: str, why: str):
+    assert why in _fails_with_usage(capsys, "demo", "--device", device)
+
+
+def test_demo_says_what_to_do_without_a_compiler(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "--executor eager" in _fails_with_usage(capsys, "demo", "--device", "cpu")
+
+
+# -- explain --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of a user's, in the current folder."""
+    (tmp_path / "explained_model.py").write_text(
+        "import torch\n"
+        "def good(): return torch.nn.Linear(32, 32), (torch.ones(16, 32),)\n"
+        "def bare(): return torch.nn.Linear(32, 32)\n"
+        "def broken(): raise RuntimeError('no weights')\n"
+        "number = 3\n"
+    )
+    (tmp_path / "needs_something.py").write_text("import surely_not_installed\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "explained_model", raising=False)
+    return "explained_model"
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("explained_model", "package.module:function"),
+        (":good", "package.module:function"),
+        ("not_there:good", "there is no module 'not_there'"),
+        ("explained_model.sub:good", "there is no module 'explained_model.sub'"),
+        ("needs_something:good", "No module named 'surely_not_installed'"),
+        ("explained_model:missing", "has no function 'missing'"),
+        ("explained_model:number", "has no function 'number'"),
+        ("explained_model:bare", "must return (model, args)"),
+    ],
+)
+@pytest.mark.usefixtures("user_module")
+def test_explain_refuses_what_it_cannot_load(capsys: Capture, spec: str, why: str):
+    assert why in _fails_with_usage(capsys, "explain", spec)
+
+
+def test_explain_names_the_nearest_target(capsys: Capture, user_module: str):
+    wrong = _fails_with_usage(capsys, "explain", f"{user_module}:good", "--target", "h10")
+    assert "did you mean 'h100'?" in wrong
+
+
+def test_a_failure_in_the_users_function_is_shown_and_is_exit_code_1(capsys: Capture, user_module: str):
+    assert main(["explain", f"{user_module}:broken"]) == 1
+    shown = capsys.readouterr().err
+    assert "no weights" in shown and "raised RuntimeError" in shown
+
+
+def test_explain_writes_json_and_html(capsys: Capture, user_module: str, tmp_path: Path):
+    pytest.importorskip("f8fx.explain")
+    files = ["--json", str(tmp_path / "e.json"), "--html", str(tmp_path / "e.html")]
+    assert main(["explain", f"{user_module}:good", "--target", "b200", "--recipe", "rowwise", *files]) == 0
+    assert capsys.readouterr().out
+    assert json.loads((tmp_path / "e.json").read_text())
+    assert "<html" in (tmp_path / "e.html").read_text()
+    assert main(["explain", f"{user_module}:good", "--target", "h100", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)
