@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo_arguments(demo: argparse.ArgumentParser) -> None:
-    demo.add_argument("--steps", type=_positive, help="training steps of each run (default: by model)")
+    demo.add_argument("--steps", type=_positive, help="training steps of each run (default: 200; smoke: 6)")
     demo.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")
     demo.add_argument(
         "--select",

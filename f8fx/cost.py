@@ -13,9 +13,9 @@ with one change: a GPU takes time to fill, so both the tile grid and the k loop 
     memory  = (itemsize (m k + k n) + 2 m n) / (memory_efficiency bandwidth)
     seconds = max(compute, memory) + launch_overhead
 
-``fill`` waves of idle tiles stand for wave quantisation (on average half a wave of the last one is
-idle), ``k_fill`` for the prologue and epilogue of each tile. Both are smooth, so that thresholds are
-monotonic in M.
+``fill`` waves of idle tiles stand for wave quantisation and saturation, ``k_fill`` for the prologue and
+epilogue of each tile. Both are smooth, where real wave quantisation is a staircase, so that verdicts do
+not flicker with M. No split-k is modelled.
 
 **Rescale**: a rowwise gemm without fast accumulation multiplies its bfloat16 result by the scales in
 a kernel of its own: 2 bytes read and 2 written per element.
@@ -276,7 +276,8 @@ class CostModel:
         """Seconds of a gemm [m, k] x [k, n] with a bfloat16 result.
 
         Args:
-            float8: else the operands are ``itemsize`` bytes wide (4 runs at half the bfloat16 rate).
+            float8: else the operands are ``itemsize`` bytes wide; 4 is taken to run at half the bfloat16
+                rate (TF32), which understates what float8 gains where TF32 is off.
             rowwise: scale vectors instead of scalars; by itself as fast (pytorch issue 147971: 90 to 100%).
             rescale: the scales are applied by a kernel of its own (``GemmSpec.scales_after_gemm``).
         """
@@ -496,6 +497,7 @@ class _Plan:
             if not op.rowwise and amax not in self.seconds:
                 self.seconds[amax] = model.amax_seconds(op.rows, op.cols, op.itemsize, op.amax_fused)
             found += [cast] if op.rowwise else [cast, amax]
+        found = list(dict.fromkeys(found))  # both operands may be one tensor
         for item in found:
             self.users.setdefault(item, set()).add(index)
         return found

@@ -50,6 +50,18 @@ def fake_tensor_mode(**kwargs: Any) -> Any:
     return FakeTensorMode(**kwargs)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of ``torch._subclasses.FakeTensor``: shape and dtype, no data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors, fake ones too, that are views of one memory (``UntypedStorage._cdata``)."""
+    return tensor.untyped_storage()._cdata
+
+
 # -- symbolic sizes -------------------------------------------------------------------------------
 
 
@@ -66,6 +78,42 @@ def statically_true(condition: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
+
+
+# -- Dynamo ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unnoticed_by_dynamo() -> Iterator[None]:
+    """Whatever is compiled inside the block is forgotten after it, and nothing else is.
+
+    Dynamo keeps, for each code object, what it compiled (``_debug_get_cache_entry_list``) and, for
+    each line of source, the sizes it saw, from which it later guesses what is dynamic
+    (``torch._dynamo.pgo``). ``torch.compiler.reset()`` would clear both for everybody.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import convert_frame, pgo
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    def codes() -> list[Any]:
+        return [code for code in (seen() for seen in convert_frame.input_codes.seen) if code is not None]
+
+    before = {id(code): [id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)] for code in codes()}
+    known = set(before)
+    kept = codes()  # alive until the end, so that no id is used twice
+    with patched_attribute(pgo, "_CODE_STATE", type(pgo.get_code_state())(pgo.CodeState)):
+        try:
+            yield
+        finally:
+            for code in codes():
+                if id(code) not in known:
+                    reset_code(code)
+                    continue
+                for entry in _debug_get_cache_entry_list(code):
+                    manager = entry.guard_manager
+                    if id(manager) not in before[id(code)] and manager.extra_state is not None:
+                        manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("explained"))
+            del kept
 
 
 # -- Inductor -------------------------------------------------------------------------------------

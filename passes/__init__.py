@@ -29,7 +29,8 @@ from f8fx.recipe import Recipe
 from f8fx.report import GraphReport
 from f8fx.torch_private import supports_rowwise_scaled_mm
 
-from .check import check, describe, signature
+from .check import check, signature
+from .describe import describe
 from .find import Find, backward_nodes
 from .quantize import Quantize
 from .select import Convert, Policy, Select, decision

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from f8fx import ops
-
 from .rewrite import set_value
 
 aten = torch.ops.aten
@@ -84,63 +82,4 @@ def _layout(value: Any) -> Any:
         return str(tuple(value.shape)), str(value.stride()), value.dtype
     if isinstance(value, (tuple, list)):
         return [_layout(item) for item in value]
-    return str(value)
-
-
-def describe(graph: fx.Graph) -> str:
-    """The graph as text, one line a node, for logs and expected-graph tests.
-
-    ``name: dtype[sizes] = operator(arguments)``; movement to and from memory is all that is shown.
-    """
-    return "\n".join(line for node in graph.nodes if (line := _line(node)))
-
-
-def _line(node: fx.Node) -> str:
-    if node.op == "output":
-        return f"return {_arguments(node.args[0])}"
-    if node.op not in ("call_function", "placeholder", "get_attr"):
-        return ""
-    kind = _kind(node.meta.get("val"))
-    if node.op != "call_function":
-        return f"{node.name}: {kind}"
-    arguments = [_arguments(arg) for arg in node.args]
-    arguments += [f"{name}={_arguments(value)}" for name, value in node.kwargs.items() if value is not None]
-    return f"{node.name}: {kind} = {_target(node)}({', '.join(arguments)})"
-
-
-def _target(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        packet = str(node.target.overloadpacket)
-        return packet if node.target in ops.ALL or "aten" not in packet else packet.removeprefix("aten.")
-    return getattr(node.target, "__name__", str(node.target))
-
-
-_SHORT = {
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-    torch.float8_e4m3fnuz: "e4m3fnuz",
-    torch.float8_e5m2fnuz: "e5m2fnuz",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.int64: "i64",
-}
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{_SHORT.get(value.dtype, str(value.dtype))}{[*value.shape]}".replace(" ", "")
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(_kind(item) for item in value) + ")"
-    return str(value)
-
-
-def _arguments(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(_arguments(item) for item in value) + "]"
-    if isinstance(value, torch.dtype):
-        return _SHORT.get(value, str(value))
     return str(value)

@@ -33,9 +33,10 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
+_BATCHED = "batched matmul of two activations"
 #: Matmuls that are seen, and left, with the reason.
 _LEFT = {
-    aten.baddbmm.default: "batched matmul of two activations",
+    aten.baddbmm.default: _BATCHED,
     aten.mv.default: "matrix times vector",
     aten.addmv.default: "matrix times vector",
     aten._scaled_mm.default: "already float8",
@@ -100,7 +101,7 @@ class _Walk:
                 self._leave(node, _LEFT[node.target])
             elif node.target in _GEMMS:
                 if node.target is aten.bmm.default and not is_same(shape_of(node)[0], 1):
-                    self._leave(node, "batched matmul of two activations")
+                    self._leave(node, _BATCHED)
                 elif node in self.backward:
                     self._backward_gemm(node)
                 else:
@@ -138,6 +139,10 @@ class _Walk:
         else:
             kinds = ("input", "weight")
             right = self._through_cast(right)
+        if node.target is aten.bmm.default and not any(_is_parameter(side.node) for side in (left, right)):
+            # what is left of attention when batch times heads is 1; an einsum has a weight
+            self._leave(node, _BATCHED)
+            return
         gemm = self._gemm(node, "output", fqn.of_node(node), left, right, kinds, node)
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
@@ -146,7 +151,8 @@ class _Walk:
         sides = self._operands(node)
         is_grad = [side in self.backward for side in sides]
         if all(is_grad):
-            return self._leave(node, "both operands are gradients")
+            self._leave(node, "both operands are gradients")
+            return
         traced = [self._trace(side) for side in sides]
         other = is_grad.index(False)
         match = self._forward_of(node, traced[other])
@@ -155,7 +161,9 @@ class _Walk:
             through = self._through_cast(traced[other])
             match = self._forward_of(node, through)
             if match is None:
-                return self._leave(node, "no forward matmul it is the gradient of")
+                batched = node.target is aten.bmm.default
+                self._leave(node, _BATCHED if batched else "no forward matmul it is the gradient of")
+                return
             traced[other] = through
         forward, kind = match
         role: Role = "grad_input" if kind == "weight" else "grad_weight"
@@ -223,9 +231,9 @@ def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Whether a tensor is an input of the graph, at most viewed, permuted or cast."""
+    """Whether a tensor is an input of the graph, at most viewed, permuted, copied or cast."""
     node = base_of(node)
-    while node.target in _CASTS:
+    while node.target in _CASTS or node.target is aten.clone.default:
         node = base_of(node.args[0])  # type: ignore[arg-type]
     return node.op == "placeholder"
 

@@ -11,9 +11,11 @@ import re
 
 from torch import fx
 
-_ROOT = re.compile(r"^[LG]\['[^']*'\]")
+#: A local or global variable, or what a function in one closes over.
+_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*")
 _GLOBAL = re.compile(r"^[LG]\['([^']*)'\]$")
-_MODULES = re.compile(r"\._modules(?=\[)")
+#: A child reached through ``_modules``, and, in modules with a ``__getattr__`` of their own, ``__dict__``.
+_MODULES = re.compile(r"\.(?:__dict__\['_modules'\]|_modules)(?=\[)")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 _GETATTR = re.compile(r"getattr\(([^(),]*(?:\([^()]*\))?[^(),]*), '([^']+)'\)")
 #: Wrappers that add a level to the path but none to the name a user knows.

@@ -111,8 +111,14 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
             break
         shape = shape_of(current)
         expected = (columns, rows) if transposed else (rows, columns)
-        if len(shape) >= 2 and all(map(is_same, shape, (1,) * (len(shape) - 2) + expected)):
+        if len(shape) < 2:
+            continue
+        units = (1,) * (len(shape) - 2)
+        if all(map(is_same, shape, units + expected)):
             best, best_transposed = current, transposed
+        elif all(map(is_same, shape, units + expected[::-1])) and (is_same(rows, 1) or is_same(columns, 1)):
+            # [n, 1] and [1, n] hold the same elements in the same order: either is the other's transpose
+            best, best_transposed = current, not transposed
     return best, best_transposed
 
 

@@ -22,7 +22,8 @@ a bias is added to the rounded result.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -53,13 +54,24 @@ class Quantize:
         self.rowwise_in_gemm = rowwise_in_gemm
 
     def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> None:
+        results: dict[fx.Node, fx.Node] = {}
         for conversion in conversions:
+            conversion = _reading(conversion, results)
             gemm = conversion.gemm
             provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize")
             insert = Inserter(graph, gemm.node, provenance)
             result = _GemmRewrite(conversion, self.recipe, self.rowwise_in_gemm, insert).run()
+            result.meta["f8fx"] = replace(provenance, is_result=True)
             gemm.node.replace_all_uses_with(result)
+            results[gemm.node] = result
             graph.erase_node(gemm.node)
+
+
+def _reading(conversion: Convert, results: Mapping[fx.Node, fx.Node]) -> Convert:
+    """The conversion, with operands that are results of converted matmuls (``a @ b @ c``) as they are now."""
+    gemm = conversion.gemm
+    left, right = (replace(x, node=results.get(x.node, x.node)) for x in (gemm.left, gemm.right))
+    return replace(conversion, gemm=replace(gemm, left=left, right=right))
 
 
 class _GemmRewrite:

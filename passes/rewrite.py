@@ -16,6 +16,8 @@ from torch import fx
 
 from f8fx.torch_private import detect_fake_mode
 
+#: What decides where a node runs and whether it is recomputed; :mod:`passes.tags` refines it.
+PLACEMENT = ("partitioner_tag", "recompute", "ac_graph_id", "memory_budget")
 #: Where a node comes from; copied from the matmul a new node serves.
 _PROVENANCE = (
     "nn_module_stack",
@@ -26,9 +28,8 @@ _PROVENANCE = (
     "source_fn_stack",
     "original_aten",
     "from_node",
+    *PLACEMENT,
 )
-#: What decides where a node runs and whether it is recomputed; copied from the tensor it reads.
-PLACEMENT = ("partitioner_tag", "recompute", "ac_graph_id", "memory_budget")
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ class Provenance:
         gemm: name of the matmul the node was first inserted for.
         fqn, role: its module and role.
         inserted_by: the pass.
+        is_result: whether the node carries the matmul's result, as opposed to preparing it.
     """
 
     gemm: str
     fqn: str
     role: str
     inserted_by: str
+    is_result: bool = False
 
 
 class Inserter:
@@ -58,7 +61,7 @@ class Inserter:
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """The new node ``target(*args, **kwargs)``."""
         with self.graph.inserting_before(self.anchor):
-            node = self.graph.call_function(target, args, kwargs)
+            node = self.graph.create_node("call_function", target, args, kwargs, _name(target))
         for key in _PROVENANCE:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
@@ -72,6 +75,12 @@ class Inserter:
         if isinstance(size, int):
             return size
         return self(torch.ops.aten.sym_size.int, node, dim)
+
+
+def _name(target: Callable[..., Any]) -> str:
+    """A short name for a node: ``quantize``, not ``quantize_default_1``."""
+    packet = getattr(target, "overloadpacket", target)
+    return getattr(packet, "__name__", "node").strip("_")
 
 
 def set_value(node: fx.Node) -> None:

@@ -7,15 +7,15 @@ reason in words that recur, so that reasons can be counted, and the numbers in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from f8fx import hardware as hardware_table
-from f8fx.cost import CostModel, PlannedGemm, PlannedOperand
+from f8fx.cost import CostModel, PlannedGemm, PlannedOperand, Verdict
 from f8fx.hardware import Hardware
 from f8fx.recipe import GemmSpec, Recipe
 from f8fx.report import Decision, GemmInfo
@@ -109,19 +109,26 @@ class Select:
         recipe: what float8 means for each role.
         policy: the user's say.
         hardware: what the decisions are for; ``None``: the device each matmul runs on.
+        predict: put the cost model's figures on every choice, also where they decide nothing.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, hardware: Hardware | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, policy: Policy, hardware: Hardware | None = None, predict: bool = False
+    ) -> None:
         self.recipe = recipe
         self.policy = policy
         self.hardware = hardware
+        self.predict = predict
 
     def __call__(self, found: Found) -> list[Choice]:
         choices = [self._legal(gemm) for gemm in found.gemms]
         if self.policy.select == "auto":
             choices = self._worthwhile(choices)
+        elif self.predict:
+            choices = self._predicted(choices)
         left = [Skip(unmatched, unmatched.reason) for unmatched in found.unmatched]
-        return [*choices, *left]
+        choices = [*choices, *left]
+        return [self._timed(choice) for choice in choices] if self.predict else choices
 
     def hardware_of(self, device: torch.device) -> Hardware:
         """The hardware a matmul on that device is decided for."""
@@ -205,32 +212,67 @@ class Select:
 
     def _worthwhile(self, choices: list[Choice]) -> list[Choice]:
         result = list(choices)
-        by_model: dict[Hardware, list[int]] = {}
-        for index, choice in enumerate(choices):
-            if isinstance(choice, Convert):
-                by_model.setdefault(self.hardware_of(choice.gemm.device), []).append(index)
-        for hardware, indices in by_model.items():
-            planned: list[PlannedGemm] = []
-            known: list[int] = []
-            for index in indices:
-                choice = choices[index]
-                assert isinstance(choice, Convert)
-                plan = self._planned(choice)
-                if plan is None:
-                    result[index] = Skip(choice.gemm, "size known only at run time", 'select="all" converts')
-                else:
-                    planned.append(plan)
-                    known.append(index)
-            model = _cost_model(hardware)
-            for index, plan, verdict in zip(known, planned, model.plan(planned), strict=True):
-                choice = choices[index]
-                assert isinstance(choice, Convert)
-                result[index] = self._judge(choice, plan, verdict, model)
+        for index, choice, prediction in self._predictions(choices):
+            if prediction is None:
+                result[index] = Skip(choice.gemm, "size known only at run time", 'select="all" converts')
+            else:
+                result[index] = self._judge(choice, *prediction)
         return result
 
-    def _judge(self, choice: Convert, plan: PlannedGemm, verdict, model: CostModel) -> Choice:
+    def _predicted(self, choices: list[Choice]) -> list[Choice]:
+        """The same choices, with what the cost model would say of them."""
+        result = list(choices)
+        for index, choice, prediction in self._predictions(choices):
+            if prediction is not None:
+                _, verdict, _ = prediction
+                result[index] = replace(
+                    choice,
+                    detail=verdict.reason,
+                    speedup=_speedup(verdict),
+                    seconds=verdict.high_seconds,
+                )
+        return result
+
+    def _predictions(
+        self, choices: Sequence[Choice]
+    ) -> Iterator[tuple[int, Convert, tuple[PlannedGemm, Verdict, CostModel] | None]]:
+        """Index and cost of every matmul that could be converted; ``None`` where sizes are unknown."""
+        by_model: dict[Hardware, list[tuple[int, Convert, PlannedGemm]]] = {}
+        for index, choice in enumerate(choices):
+            if isinstance(choice, Convert):
+                plan = self._planned(choice)
+                if plan is None:
+                    yield index, choice, None
+                else:
+                    hardware = self.hardware_of(choice.gemm.device)
+                    by_model.setdefault(hardware, []).append((index, choice, plan))
+        for hardware, planned in by_model.items():
+            model = _cost_model(hardware)
+            verdicts = model.plan([plan for _, _, plan in planned])
+            for (index, choice, plan), verdict in zip(planned, verdicts, strict=True):
+                yield index, choice, (plan, verdict, model)
+
+    def _timed(self, choice: Choice) -> Choice:
+        """The choice with the seconds of its matmul as it is, where sizes are known."""
+        if choice.seconds is not None:
+            return choice
         gemm = choice.gemm
-        predicted = verdict.high_seconds / max(verdict.float8_seconds + verdict.cast_seconds, 1e-12)
+        sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
+        if any(size is None or size < 0 for size in sizes):
+            return choice
+        m, k, n = (int(size or 0) for size in sizes)
+        value = gemm.node.meta["val"]
+        batch = 1
+        for size in value.shape[:-2]:
+            batch *= size_hint(size) or 1
+        model = _cost_model(self.hardware_of(value.device))
+        # a batch fills the device like so many more rows
+        seconds = model.gemm_seconds(batch * m, k, n, False, itemsize=value.dtype.itemsize)
+        return replace(choice, seconds=seconds)
+
+    def _judge(self, choice: Convert, plan: PlannedGemm, verdict: Verdict, model: CostModel) -> Choice:
+        gemm = choice.gemm
+        predicted = _speedup(verdict)
         detail = verdict.reason
         if not isinstance(gemm.m, int) and gemm.role == "output":
             threshold = model.threshold(plan.k, plan.n, self.recipe)
@@ -294,6 +336,11 @@ class Select:
             itemsize=operand.dtype.itemsize,
             amax_fused=operand.fused,
         )
+
+
+def _speedup(verdict: Verdict) -> float:
+    """Of one matmul; ``float8_seconds`` already holds its share of the casts."""
+    return verdict.high_seconds / max(verdict.float8_seconds, 1e-12)
 
 
 def is_aligned(size: Size) -> bool:

@@ -110,16 +110,18 @@ def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node, order: dict
     for node in sorted(later_inputs, key=order.__getitem__):
         _hoist(node, first, order)
     with graph.inserting_before(first):
-        both = graph.call_function(
+        both = graph.create_node(
+            "call_function",
             ops.quantize_both,
             (plain.args[0], plain.args[1], transposed.args[1]),
-            dict(
-                dtype=plain.kwargs["dtype"],
-                dim=plain.kwargs["dim"],
-                dim_t=transposed.kwargs["dim"],
-                align=plain.kwargs["align"],
-                align_t=transposed.kwargs["align"],
-            ),
+            {
+                "dtype": plain.kwargs["dtype"],
+                "dim": plain.kwargs["dim"],
+                "dim_t": transposed.kwargs["dim"],
+                "align": plain.kwargs["align"],
+                "align_t": transposed.kwargs["align"],
+            },
+            "quantize_both",
         )
         outputs = [graph.call_function(operator.getitem, (both, index)) for index in (0, 1)]
     for node in (both, *outputs):

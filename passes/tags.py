@@ -28,7 +28,7 @@ class Tags:
                 continue
             policy = node.meta.get("recompute")
             consumers = [user for user in node.users if "f8fx" in user.meta]
-            if policy in _KEEP and any(_same_gemm(user, node) for user in consumers):
+            if policy in _KEEP and not node.meta["f8fx"].is_result:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             elif policy is None:
                 region = next((u for u in consumers if u.meta.get("recompute") in (*_DROP, *_KEEP)), None)
@@ -37,6 +37,3 @@ class Tags:
                     if "ac_graph_id" in region.meta:
                         node.meta["ac_graph_id"] = region.meta["ac_graph_id"]
 
-
-def _same_gemm(a: fx.Node, b: fx.Node) -> bool:
-    return a.meta["f8fx"].gemm == b.meta["f8fx"].gemm or a.meta.get("ac_graph_id") == b.meta.get("ac_graph_id")

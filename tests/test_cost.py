@@ -277,8 +277,11 @@ def test_padding() -> None:
     recipe = Recipe.named("tensorwise")
     assert H100.pad_pays(16384, 8192, 8190, recipe)
     assert not H100.pad_pays(2048, 2046, 2046, recipe)
-    # Without grad_weight an odd M needs no padding.
-    assert H100.pad_pays(16383, 8192, 8192, Recipe.named("rowwise_with_gw_hp"))
+    # An odd M needs padding only for grad_weight, so without it float8 pays from its threshold on.
+    hybrid = Recipe.named("rowwise_with_gw_hp")
+    threshold = H100.threshold(4096, 4096, hybrid)
+    assert threshold is not None
+    assert H100.pad_pays(threshold + 15, 4096, 4096, hybrid)
 
 
 # --- plan()
@@ -365,6 +368,19 @@ def test_plan_may_drop_one_role() -> None:
     assert verdicts["grad_weight"].reason.startswith("grad_weight alone loses: float8 would be 0.")
 
 
+def test_plan_judges_a_layer_as_a_whole() -> None:
+    """Two gemms share both their casts: each gains beside the other, together they do not earn the casts."""
+    x = PlannedOperand("x", 65536, 2048, transposed=True, rowwise=True)
+    w = PlannedOperand("w", 65536, 512, transposed=True, rowwise=True)
+    gemm = PlannedGemm("grad_weight", 2048, 65536, 512, 2, True, False, (x, w), "layer")
+    gain = H100.gemm_seconds(2048, 65536, 512, False) - H100.gemm_seconds(2048, 65536, 512, True)
+    two = H100.plan([gemm] * 2)
+    assert 0 < 2 * gain < sum(verdict.cast_seconds for verdict in two)
+    assert not any(verdict.convert for verdict in two)
+    # Enough of them do.
+    assert all(verdict.convert for verdict in H100.plan([gemm] * 40))
+
+
 def test_plan_never_loses() -> None:
     """Whatever it converts is, casts included, no slower than bfloat16 in total."""
     gemms = [
@@ -374,6 +390,13 @@ def test_plan_never_loses() -> None:
     ]
     kept = [v for v in H100.plan(gemms) if v.convert]
     assert sum(v.float8_seconds for v in kept) < sum(v.high_seconds for v in kept)
+
+
+def test_one_tensor_as_both_operands() -> None:
+    """x.T @ x needs one copy of x, once: both sides contract over the rows."""
+    x = PlannedOperand("x", 16384, 8192, transposed=True, rowwise=False)
+    (verdict,) = H100.plan([PlannedGemm("output", 8192, 16384, 8192, 2, False, False, (x, x), "gram")])
+    assert verdict.cast_seconds == pytest.approx(H100.cast_seconds(16384, 8192, 2, False, 1, False, True, 1))
 
 
 def test_plan_of_nothing() -> None:

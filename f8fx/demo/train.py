@@ -8,6 +8,7 @@ CPU float8 arithmetic is emulated by PyTorch and slower than bf16: there the dem
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from f8fx.demo import data
 from f8fx.demo.model import Decoder, DecoderConfig
@@ -30,6 +31,10 @@ from f8fx.hardware import Hardware, of_device
 
 #: Bytes of parameter, gradient and AdamW state per parameter, plus its bf16 copy under autocast.
 _BYTES_PER_PARAMETER = 18
+
+#: Modules left in bf16, as nearly everybody does: the output projection is where rounding costs most.
+#: (``small``, 200 steps, tensorwise: final loss 0.049 to 0.065 above bf16 with it, 0.018 without.)
+KEPT = ("output",)
 
 
 @dataclass(frozen=True)
@@ -172,49 +177,42 @@ def compare(plan: Plan, corpus: data.Corpus, progress: Progress) -> tuple[Run, R
     from f8fx.backend import f8fx as f8fx_backend
     from f8fx.report import recording
 
-    stock = "inductor" if plan.executor == "inductor" else "aot_eager"
-    options = {"recipe": plan.recipe, "select": plan.select, "executor": plan.executor}
-
-    def bars(name: str) -> tuple[OnStep, Callable[[], None]]:
-        task = progress.add_task(name, total=plan.steps, status="waiting")
-
-        def begin() -> None:
-            progress.reset(task, status="compiling")
-
-        def on_step(step: int, loss: float, ms: float) -> None:
-            progress.update(task, completed=step + 1, status=f"loss {loss:.4f}  {ms:7.1f} ms/step")
-
-        return on_step, begin
-
-    def run(name: str, backend: Any, on_step: OnStep, **compile_options: Any) -> Run:
+    def run(name: str, backend: Any, task: TaskID, **compile_options: Any) -> Run:
         torch.compiler.reset()
         gc.collect()
         if plan.device.type == "cuda":
             torch.cuda.empty_cache()
-        batches = corpus.batches(plan.steps, plan.batch, plan.seq, plan.seed)
+        progress.reset(task, status="compiling")
         return train(
-            name, lambda m: torch.compile(m, backend=backend, **compile_options), plan, batches, on_step
+            name,
+            lambda model: torch.compile(model, backend=backend, **compile_options),
+            plan,
+            corpus.batches(plan.steps, plan.batch, plan.seq, plan.seed),
+            lambda step, loss, ms: progress.update(
+                task, completed=step + 1, status=f"loss {loss:.4f}  {ms:7.1f} ms/step"
+            ),
         )
 
-    bf16_step, bf16_begin = bars("bf16")
-    float8_step, float8_begin = bars("float8")
-    bf16_begin()
-    bf16 = run("bf16", stock, bf16_step)
-    float8_begin()
+    tasks = [
+        progress.add_task(name, start=False, total=plan.steps, status="") for name in ("bf16", "float8")
+    ]
+    bf16 = run("bf16", "inductor" if plan.executor == "inductor" else "aot_eager", tasks[0])
+    options = {
+        "recipe": plan.recipe,
+        "select": plan.select,
+        "filter_fqns": list(KEPT),
+        "executor": plan.executor,
+    }
     with recording() as reports:
-        float8 = run("float8", f8fx_backend, float8_step, options=options)
+        float8 = run("float8", f8fx_backend, tasks[1], options=options)
     reasons: Counter[str] = Counter()
     for report in reports:
         reasons.update(report.reasons)
-    return bf16, Run(
-        float8.name,
-        float8.losses,
-        float8.step_ms,
-        float8.tokens_per_step,
-        float8.peak_bytes,
-        sum(report.converted for report in reports),
-        sum(report.total for report in reports),
-        dict(reasons),
+    return bf16, dataclasses.replace(
+        float8,
+        converted=sum(report.converted for report in reports),
+        total=sum(report.total for report in reports),
+        reasons=dict(reasons),
     )
 
 
@@ -249,7 +247,7 @@ def plan_for(args: argparse.Namespace, device: torch.device, hardware: Hardware)
     return Plan(
         config=config,
         device=device,
-        steps=args.steps or (6 if args.smoke else 100),
+        steps=args.steps or (6 if args.smoke else 200),
         batch=args.batch or (4 if wide or args.smoke else 8),
         seq=seq,
         learning_rate=3e-4 if wide else 3e-3,

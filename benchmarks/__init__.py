@@ -1,0 +1,15 @@
+"""One command per question: ``python -m benchmarks.<name>`` from the root of the repository.
+
+=================  =====================================================================  ========
+ command            question                                                               GPU
+=================  =====================================================================  ========
+ ``linear_sweep``   how fast is one linear layer, forward and backward, by M, K and N?     needed
+ ``llama_block``    how fast is a Llama 8B or 70B block, and what does it save?            needed
+ ``compile_time``   what do the passes cost, by size of the graph and of a compile?        not used
+ ``gpu``            all of the above and the GPU tests, within ten minutes                 needed
+ ``report``         tables (Markdown) and pictures (PNG) from a result's JSON              not used
+=================  =====================================================================  ========
+
+Results are ``results/<date>-<device>-<name>.json``, stamped with the machine and the versions they
+were measured with. Numbers that were not measured do not go there.
+"""

@@ -1,0 +1,351 @@
+"""Tracing a model for :mod:`f8fx.explain`: nothing runs and nothing is allocated.
+
+The model is copied with a *fake* tensor, shape and dtype without data, in the place of each of its
+tensors, and the copy is called under ``torch.compile`` with fakes as inputs. The backend there only
+looks: it has AOTAutograd build the joint graph, partitions it as it is and as the passes rewrite it,
+and returns Dynamo's graph, which yields more fakes. So graph breaks, several graphs and
+Python between them work as they do in earnest.
+
+Most laptops have no device to trace for, so tracing happens on the CPU unless the model lies
+elsewhere. Two things in a graph depend on the device and are put right (:func:`_as_on_target`): which
+kernel attention becomes, and which device an autocast region speaks of.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .passes import Pipeline
+from .report import GraphReport
+from .torch_private import (
+    aot_backend,
+    boxed,
+    decompositions,
+    fake_tensor_mode,
+    is_fake,
+    min_cut_partition,
+    size_hint,
+    storage_key,
+    unnoticed_by_dynamo,
+)
+
+aten = torch.ops.aten
+
+
+class ExplainError(RuntimeError):
+    """The model could not be copied or traced; the cause is attached."""
+
+
+@dataclass(frozen=True)
+class GraphTrace:
+    """What was found out about one graph.
+
+    Attributes:
+        report: what the passes decided.
+        saved_bytes_high, saved_bytes_float8: bytes that live from forward to backward and are no
+            inputs of the graph, in high precision and in float8.
+        communicated_bytes_high, communicated_bytes: bytes in the collectives, likewise.
+    """
+
+    report: GraphReport
+    saved_bytes_high: int = 0
+    saved_bytes_float8: int = 0
+    communicated_bytes_high: int = 0
+    communicated_bytes: int = 0
+
+
+def trace(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    pipeline: Pipeline,
+    like_gpu: bool,
+    dynamic: bool,
+) -> list[GraphTrace]:
+    """Traces a call of a module or function with its gradients, if any are asked for.
+
+    Args:
+        pipeline: the passes.
+        like_gpu: trace attention and autocast as on a GPU, wherever the tensors are.
+        dynamic: all sizes of inputs are symbolic.
+
+    Raises:
+        ExplainError: if the model cannot be copied or traced.
+    """
+    mode = fake_tensor_mode(allow_non_fake_inputs=True)
+    replica = _Replica(mode, (model, args, kwargs))
+    call = replica.of_callable(model)
+    fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))
+    collector = _Collector(pipeline, like_gpu)
+    try:
+        with unnoticed_by_dynamo(), mode:
+            torch.compile(call, backend=collector, dynamic=dynamic)(*fake_args, **fake_kwargs)
+    except Exception as error:
+        raise _explained(model, error) from error
+    return collector.graphs
+
+
+def _explained(model: Callable[..., Any], error: Exception) -> ExplainError:
+    cause = getattr(error, "inner_exception", error)
+    lines = str(cause).strip().splitlines()
+    text = f"{type(cause).__name__}: {lines[0] if lines else ''}"
+    hint = ""
+    if "DataDependent" in text or "DynamicOutputShape" in text:
+        hint = "; its sizes or branches depend on values, and explain has none: it only traces"
+    return ExplainError(f"could not trace {name_of(model)}: {text}{hint}")
+
+
+def name_of(model: Callable[..., Any]) -> str:
+    """What to call a module or function."""
+    model = _uncompiled(model)
+    return model.__class__.__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
+
+
+def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The module or function inside ``torch.compile(...)``."""
+    for attribute in ("_orig_mod", "_torchdynamo_orig_callable"):
+        model = getattr(model, attribute, model)
+    return model
+
+
+# -- the copy -------------------------------------------------------------------------------------
+
+
+class _Replica:
+    """Copies of modules and functions in which every tensor is a fake; tied tensors stay tied."""
+
+    def __init__(self, mode: Any, everything: Any) -> None:
+        self.mode = mode
+        self.memo: dict[int, Any] = {}
+        devices = (leaf.device for leaf in _tensors(everything))
+        # a model on "meta" is explained on the device of its inputs, by default the CPU
+        self.device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+
+    def of_callable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose code object is its own: Dynamo keeps what it learns there."""
+        function = _uncompiled(function)
+        if isinstance(function, types.FunctionType):
+            cells = tuple(types.CellType(self._of_cell(cell.cell_contents)) for cell in function.__closure__ or ())
+            copied = types.FunctionType(
+                function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, cells
+            )
+            copied.__kwdefaults__ = function.__kwdefaults__  # pyright: ignore[reportAttributeAccessIssue]
+            return copied
+        copied = self._deepcopy(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return copied(*args, **kwargs)
+
+        return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+
+    def _of_cell(self, content: Any) -> Any:
+        if isinstance(content, types.FunctionType):
+            return self.of_callable(content)
+        return self._deepcopy(content) if _tensors(content) else content
+
+    def of_inputs(self, inputs: Any) -> Any:
+        """The same nest of inputs with fakes for tensors."""
+        return tree_map(lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+
+    def _deepcopy(self, value: Any) -> Any:
+        for tensor in _tensors(value):
+            self._fake(tensor)
+        try:
+            return copy.deepcopy(value, self.memo)
+        except Exception as error:
+            raise ExplainError(
+                f"could not copy {name_of(value)} ({type(error).__name__}: {error}); explain traces a copy, "
+                "so that yours is left as it is"
+            ) from error
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self.memo:
+            return self.memo[id(tensor)]
+        if tensor.device.type == "meta" or is_fake(tensor):
+            device = self.device if tensor.device.type == "meta" else tensor.device
+            with self.mode:
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=False)
+            fake.requires_grad_(tensor.requires_grad)
+        else:
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
+        for name, value in vars(tensor).items():  # such as torch._dynamo.mark_dynamic leaves
+            if name not in vars(fake):
+                setattr(fake, name, value)
+        self.memo[id(tensor)] = fake
+        return fake
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Every tensor in a nest of containers, modules (their plain attributes too) and functions."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif id(leaf) in seen:
+                continue
+            elif isinstance(leaf, nn.Module):
+                seen.add(id(leaf))
+                visit(dict(vars(leaf)))
+            elif isinstance(leaf, types.MethodType):
+                visit(leaf.__self__)
+            elif isinstance(leaf, functools.partial):
+                visit([leaf.func, leaf.args, leaf.keywords])
+            elif isinstance(leaf, types.FunctionType):
+                seen.add(id(leaf))
+                visit([cell.cell_contents for cell in leaf.__closure__ or ()])
+
+    visit(value)
+    return found
+
+
+# -- the backend ----------------------------------------------------------------------------------
+
+
+class _Collector:
+    """A Dynamo backend that looks at each graph and hands it back as it was."""
+
+    def __init__(self, pipeline: Pipeline, like_gpu: bool) -> None:
+        self.pipeline = pipeline
+        self.like_gpu = like_gpu
+        self.graphs: list[GraphTrace] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.like_gpu:
+            _as_on_target(gm)
+        look = aot_backend(
+            fw_compiler=_keep,
+            bw_compiler=_keep,
+            inference_compiler=self._infer,
+            partition_fn=self._partition,
+            decompositions=decompositions(),
+            keep_inference_input_mutations=True,
+        )
+        look(gm, inputs)
+        return gm.forward
+
+    def _infer(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        before = communicated_bytes(graph.graph)
+        report = self.pipeline(copy.deepcopy(graph.graph))
+        self.graphs.append(GraphTrace(report, 0, 0, before, before))
+        return boxed(graph.forward)
+
+    def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        rewritten = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        report = self.pipeline(rewritten.graph)
+        communicated = (communicated_bytes(joint.graph), communicated_bytes(rewritten.graph))
+        outputs = kwargs["num_fwd_outputs"]
+        halves = min_cut_partition(joint, inputs, **kwargs)
+        high = low = saved_bytes(halves[0].graph, outputs)
+        if report.converted:
+            rewritten.recompile()
+            low = saved_bytes(min_cut_partition(rewritten, inputs, **kwargs)[0].graph, outputs)
+        self.graphs.append(GraphTrace(report, high, low, *communicated))
+        return halves
+
+
+def _keep(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    return boxed(graph.forward)
+
+
+# -- counting bytes -------------------------------------------------------------------------------
+
+
+def saved_bytes(forward: fx.Graph, outputs: int) -> int:
+    """Bytes a forward graph keeps for its backward, beside its inputs.
+
+    Args:
+        outputs: how many of its outputs are the user's; what follows is for the backward.
+    """
+    free = {storage_key(value) for node in forward.nodes if node.op in ("placeholder", "get_attr") for value in _values(node)}
+    kept: dict[int, int] = {}
+    for node in forward.output_node().args[0][outputs:]:  # type: ignore[index]
+        for value in _values(node) if isinstance(node, fx.Node) else ():
+            if storage_key(value) not in free:
+                kept[storage_key(value)] = size_hint(value.untyped_storage().nbytes()) or 0
+    return sum(kept.values())
+
+
+def communicated_bytes(graph: fx.Graph) -> int:
+    """Bytes in a graph's collectives: of each, its input or its output, whichever is larger."""
+    total = 0
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") != "_c10d_functional" or "wait" in str(node.target):
+            continue
+        sent = sum(_nbytes(value) for source in node.all_input_nodes for value in _values(source))
+        total += max(sent, sum(map(_nbytes, _values(node))))
+    return total
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+
+
+def _nbytes(value: Tensor) -> int:
+    return math.prod(size_hint(size) or 0 for size in value.shape) * value.dtype.itemsize
+
+
+# -- as on the target -----------------------------------------------------------------------------
+
+
+def _as_on_target(gm: fx.GraphModule) -> None:
+    """Replaces in Dynamo's graph what would be traced otherwise on a CPU than on a GPU."""
+    for node in gm.graph.nodes:
+        if node.target is F.scaled_dot_product_attention:
+            node.target = _attention
+        elif node.target is torch.amp.autocast_mode._enter_autocast and node.args[0] == "cuda":
+            dtype = node.args[1] if len(node.args) > 1 else None
+            node.args = ("cpu", dtype or torch.get_autocast_dtype("cuda"), *node.args[2:])
+    gm.recompile()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` as one fused CUDA kernel, called on fake CPU tensors.
+
+    What it keeps for the backward is then what the target would keep: not the [S, S] scores.
+    """
+    if query.dim() != 4 or query.device.type != "cpu":
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if enable_gqa:
+        sharers = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(sharers, 1), value.repeat_interleave(sharers, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]

@@ -1,0 +1,87 @@
+"""What most tests need: joint graphs as text, and models compiled with float8 forced on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import f8fx
+from f8fx import executor
+from f8fx.passes import Pipeline
+from f8fx.report import GraphReport, recording
+
+bf16 = torch.bfloat16
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    """The model through f8fx: eager executor, every legal matmul, checks on, failures raised."""
+    defaults = {"executor": "eager", "select": "all", "debug": True, "strict": True}
+    dynamic = options.pop("dynamic", False)
+    fullgraph = options.pop("fullgraph", True)
+    torch._dynamo.reset()
+    return torch.compile(
+        model, backend=f8fx.f8fx, options={**defaults, **options}, dynamic=dynamic, fullgraph=fullgraph
+    )
+
+
+def joint_graphs(
+    fn: Callable[..., Any],
+    *args: Any,
+    transform: Callable[[fx.Graph], Any],
+    dynamic: bool = False,
+    on_partition: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
+) -> None:
+    """Traces `fn` as Inductor would and calls `transform` on its joint (or inference) graph."""
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        executor.compile_eager(gm, inputs, transform, on_partition)
+        return gm.forward  # the rewritten graph is looked at, not run
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+
+
+def graph_after(
+    fn: Callable[..., Any], *args: Any, dynamic: bool = False, rowwise_in_gemm: bool = True, **kwargs: Any
+) -> str:
+    """Text of the graph of `fn` after the whole pipeline, without what nothing reads."""
+    from f8fx.passes import describe
+
+    texts: list[str] = []
+    options = f8fx.Options.parse({"select": "all", **kwargs})
+    pipeline = Pipeline(options.recipe, options.policy(), options.target, debug=True)
+    pipeline.quantize.rowwise_in_gemm = lambda device: rowwise_in_gemm
+
+    def transform(graph: fx.Graph) -> None:
+        pipeline(graph)
+        graph.eliminate_dead_code()
+        texts.append(describe(graph))
+
+    joint_graphs(fn, *args, transform=transform, dynamic=dynamic)
+    return texts[0]
+
+
+def report_of(fn: Callable[..., Any], *args: Any, **options: Any) -> GraphReport:
+    """The report of the one graph that `fn` compiles to; runs the backward as well."""
+    with recording() as reports:
+        result = compiled(fn, **options)(*args)
+        if isinstance(result, Tensor) and result.requires_grad:
+            result.sum().backward()
+    assert len(reports) == 1, reports
+    return reports[0]
+
+
+def randn(*shape: int, dtype: torch.dtype = bf16, grad: bool = True, seed: int = 0) -> Tensor:
+    """A normal tensor from its own seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_(grad)
+
+
+def sqnr(reference: Tensor, value: Tensor) -> float:
+    """Signal to quantization noise ratio in decibels."""
+    reference, value = reference.double(), value.double()
+    noise = torch.linalg.vector_norm(reference - value)
+    return float(20 * torch.log10(torch.linalg.vector_norm(reference) / noise))

@@ -1,0 +1,177 @@
+"""*find*: which matmuls are seen, in which role, under which name, and reading what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from f8fx.passes import Find, fqn
+from f8fx.passes.find import Found
+from tests.helpers import bf16, joint_graphs, randn
+
+
+def found_in(fn, *args, **kwargs) -> Found:
+    result: list[Found] = []
+    joint_graphs(fn, *args, transform=lambda graph: result.append(Find()(graph)), **kwargs)
+    return result[0]
+
+
+def summary(found: Found) -> list[str]:
+    """``role fqn m x k x n: left @ right``, with ' for a transposed operand."""
+
+    def operand(o):
+        return f"{o.kind}({o.node.name}{chr(39) if o.transposed else ''})"
+
+    return [
+        f"{g.role} {g.fqn} {g.m}x{g.k}x{g.n}: {operand(g.left)} @ {operand(g.right)}" for g in found.gemms
+    ]
+
+
+def test_linear_has_three_gemms_that_share_three_tensors():
+    assert summary(found_in(F.linear, randn(2, 8, 32), randn(48, 32))) == [
+        "output  16x32x48: input(view) @ weight(primals_2')",
+        "grad_weight  48x16x32: grad_output(view_2') @ input(view)",
+        "grad_input  16x48x32: grad_output(view_2) @ weight(primals_2)",
+    ]
+
+
+def test_names_in_forward_and_backward():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(32, 32, dtype=bf16) for _ in range(2)])
+            self.head = nn.Sequential(nn.GELU(), nn.Linear(32, 16, dtype=bf16))
+            self.register_parameter("free", nn.Parameter(randn(16, 16, grad=False)))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return F.linear(self.head(x), self.free)
+
+    names = [(g.role, g.fqn) for g in found_in(Net(), randn(16, 32)).gemms]
+    for role in ("output", "grad_input", "grad_weight"):
+        assert {n for r, n in names if r == role} == {"layers.0", "layers.1", "head.1", ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self'].layers.0.attn", "layers.0.attn"),
+        ("L['self']._modules['layers']._modules['0'].attn", "layers.0.attn"),
+        ("L['self'].layers[0].attn", "layers.0.attn"),
+        ("getattr(L['self'].layers, '0').attn", "layers.0.attn"),
+        ("getattr(getattr(L['self'], 'layers'), '0')", "layers.0"),
+        ("L['self']._orig_mod.layers.3._checkpoint_wrapped_module.mlp", "layers.3.mlp"),
+        ("L['model'].layers['a.b'].mlp", "layers.a.b.mlp"),
+        ("G['net'].fc", "fc"),
+        ("L['self']", ""),
+        ("", ""),
+    ],
+)
+def test_clean_names(path, name):
+    assert fqn.clean(path) == name
+
+
+FORMS = {
+    "mm": (lambda x, w: x @ w, (16, 32), (32, 48)),
+    "transposed weight": (lambda x, w: x @ w.t(), (16, 32), (48, 32)),
+    "transposed input": (lambda x, w: x.t() @ w, (32, 16), (32, 48)),
+    "3-D times 2-D": (lambda x, w: x @ w, (2, 8, 32), (32, 48)),
+    "4-D times 2-D": (lambda x, w: torch.matmul(x, w), (2, 2, 4, 32), (32, 48)),
+    "einsum": (lambda x, w: torch.einsum("bsd,hd->bsh", x, w), (2, 8, 32), (48, 32)),
+    "einsum, head split": (lambda x, w: torch.einsum("bsd,dhe->bshe", x, w), (2, 8, 32), (32, 3, 16)),
+    "einsum, head merge": (lambda x, w: torch.einsum("bshe,hed->bsd", x, w), (2, 8, 4, 8), (4, 8, 48)),
+    "vector": (lambda x, w: F.linear(x, w), (32,), (48, 32)),
+    "vector @": (lambda x, w: x @ w, (32,), (32, 48)),
+    "one row": (lambda x, w: F.linear(x, w), (1, 32), (48, 32)),
+    "addmm": (lambda x, w: torch.addmm(torch.zeros(48, dtype=bf16), x, w), (16, 32), (32, 48)),
+    "weight first": (lambda x, w: w @ x, (32, 16), (48, 32)),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, dims=([2], [1])), (2, 8, 32), (48, 32)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_gemm_has_its_three_roles(form):
+    fn, x, w = FORMS[form]
+    found = found_in(fn, randn(*x), randn(*w))
+    assert sorted(g.role for g in found.gemms) == ["grad_input", "grad_weight", "output"], summary(found)
+    assert not found.unmatched
+    # forward and backward uses of one tensor are one node
+    by_kind = {}
+    for gemm in found.gemms:
+        for operand in (gemm.left, gemm.right):
+            by_kind.setdefault(operand.kind, set()).add(operand.node)
+    assert {kind: len(nodes) for kind, nodes in by_kind.items()} == {"input": 1, "weight": 1, "grad_output": 1}
+
+
+def test_three_layers_with_one_input_read_one_node():
+    def qkv(x, q, k, v):
+        return F.linear(x, q) + F.linear(x, k) + F.linear(x, v)
+
+    found = found_in(qkv, randn(2, 8, 32), *(randn(48, 32, seed=s) for s in (1, 2, 3)))
+    inputs = {o.node for g in found.gemms for o in (g.left, g.right) if o.kind == "input"}
+    assert len(inputs) == 1
+    # each gradient belongs to the layer of its own weight
+    for gemm in found.gemms:
+        weights = [o.node for o in (gemm.left, gemm.right) if o.kind == "weight"]
+        if weights and gemm.role == "grad_input":
+            forward = next(g for g in found.gemms if g.node is gemm.layer)
+            assert weights[0] in (forward.left.node, forward.right.node)
+
+
+def test_frozen_weight_has_no_grad_weight():
+    roles = [g.role for g in found_in(F.linear, randn(16, 32), randn(48, 32, grad=False)).gemms]
+    assert roles == ["output", "grad_input"]
+
+
+def test_tied_weight_is_one_tensor():
+    def tied(tokens, w):
+        return F.linear(F.embedding(tokens, w), w)
+
+    found = found_in(tied, torch.arange(16), randn(48, 32))
+    weights = {o.node for g in found.gemms for o in (g.left, g.right) if o.kind == "weight"}
+    assert len(weights) == 1
+
+
+def test_batched_matmul_is_left_with_its_reason():
+    found = found_in(torch.bmm, randn(2, 16, 32), randn(2, 32, 16))
+    assert not found.gemms
+    assert {u.reason for u in found.unmatched} == {"batched matmul of two activations"}
+
+
+def test_attention_is_left_with_its_reason():
+    def attention(q, k, v):
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    found = found_in(attention, *(randn(2, 4, 16, 32, seed=s) for s in (1, 2, 3)))
+    assert not found.gemms and len(found.unmatched) == 6
+
+
+def test_a_sliced_operand_is_not_traced_past_the_slice():
+    found = found_in(lambda x, w: F.linear(x[:, :32], w), randn(16, 64), randn(48, 32))
+    output = next(g for g in found.gemms if g.role == "output")
+    assert output.left.node.name.startswith("slice")
+
+
+def test_a_permute_that_mixes_dimensions_is_not_a_transpose():
+    """[8, 4, 2] read as [4, 2, 8] is a transpose of the matrix; read as [2, 4, 8] it is not."""
+
+    def f(x, w):
+        return x.permute(2, 1, 0).reshape(8, 8) @ w
+
+    found = found_in(f, randn(8, 4, 2), randn(8, 16))
+    output = next(g for g in found.gemms if g.role == "output")
+    assert not output.left.transposed
+    assert output.left.node.name != "primals_1"
+
+
+def test_users_of_existing_float8_are_left():
+    def f(a, b):
+        one = torch.ones((), dtype=torch.float32)
+        fp8 = torch.float8_e4m3fn
+        return torch._scaled_mm(a.to(fp8), b.to(fp8).t(), one, one, out_dtype=bf16)
+
+    found = found_in(f, randn(16, 32, grad=False), randn(48, 32, grad=False))
+    assert [u.reason for u in found.unmatched] == ["already float8"]
