@@ -17,6 +17,7 @@ import copy
 import functools
 import math
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,9 @@ def trace(
     fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))
     collector = _Collector(pipeline, like_gpu)
     try:
-        with unnoticed_by_dynamo(), mode:
+        with unnoticed_by_dynamo(), mode, warnings.catch_warnings():
+            # of no consequence: see _as_on_target
+            warnings.filterwarnings("ignore", ".*CUDA is not available.*Disabling autocast")
             torch.compile(call, backend=collector, dynamic=dynamic)(*fake_args, **fake_kwargs)
     except Exception as error:
         raise _explained(model, error) from error
@@ -109,7 +112,9 @@ def _explained(model: Callable[..., Any], error: Exception) -> ExplainError:
 def name_of(model: Callable[..., Any]) -> str:
     """What to call a module or function."""
     model = _uncompiled(model)
-    return model.__class__.__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
+    return (
+        model.__class__.__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
+    )
 
 
 def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,9 +141,15 @@ class _Replica:
         """A function whose code object is its own: Dynamo keeps what it learns there."""
         function = _uncompiled(function)
         if isinstance(function, types.FunctionType):
-            cells = tuple(types.CellType(self._of_cell(cell.cell_contents)) for cell in function.__closure__ or ())
+            cells = tuple(
+                types.CellType(self._of_cell(cell.cell_contents)) for cell in function.__closure__ or ()
+            )
             copied = types.FunctionType(
-                function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, cells
+                function.__code__.replace(),
+                function.__globals__,
+                function.__name__,
+                function.__defaults__,
+                cells,
             )
             copied.__kwdefaults__ = function.__kwdefaults__  # pyright: ignore[reportAttributeAccessIssue]
             return copied
@@ -240,13 +251,14 @@ class _Collector:
         return gm.forward
 
     def _infer(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        before = communicated_bytes(graph.graph)
-        report = self.pipeline(copy.deepcopy(graph.graph))
-        self.graphs.append(GraphTrace(report, 0, 0, before, before))
+        rewritten = _copied(graph.graph)
+        report = self.pipeline(rewritten)
+        communicated = (communicated_bytes(graph.graph), communicated_bytes(rewritten))
+        self.graphs.append(GraphTrace(report, 0, 0, *communicated))
         return boxed(graph.forward)
 
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        rewritten = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        rewritten = fx.GraphModule(joint, _copied(joint.graph))
         report = self.pipeline(rewritten.graph)
         communicated = (communicated_bytes(joint.graph), communicated_bytes(rewritten.graph))
         outputs = kwargs["num_fwd_outputs"]
@@ -263,6 +275,14 @@ def _keep(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     return boxed(graph.forward)
 
 
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same metadata (``deepcopy`` would also copy, and warn about, pytree specs)."""
+    copied = fx.Graph()
+    result: Any = copied.graph_copy(graph, {})
+    copied.output(result).meta = copy.copy(graph.output_node().meta)
+    return copied
+
+
 # -- counting bytes -------------------------------------------------------------------------------
 
 
@@ -272,7 +292,12 @@ def saved_bytes(forward: fx.Graph, outputs: int) -> int:
     Args:
         outputs: how many of its outputs are the user's; what follows is for the backward.
     """
-    free = {storage_key(value) for node in forward.nodes if node.op in ("placeholder", "get_attr") for value in _values(node)}
+    free = {
+        storage_key(value)
+        for node in forward.nodes
+        if node.op in ("placeholder", "get_attr")
+        for value in _values(node)
+    }
     kept: dict[int, int] = {}
     for node in forward.output_node().args[0][outputs:]:  # type: ignore[index]
         for value in _values(node) if isinstance(node, fx.Node) else ():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from .backend import compile_graph
@@ -62,9 +63,9 @@ def _push(options: dict[str, Any]) -> None:
     def compile_fx(
         model_: Any, example_inputs_: Sequence[Any], *args: Any, config_patches: Any = None, **kwargs: Any
     ) -> Any:
-        if args or kwargs:  # Inductor calling itself, with compilers of its own: not a user's graph
+        if args or "inner_compile" in kwargs:  # Inductor calling itself: this graph has been here before
             return original(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
-        return compile_graph(model_, example_inputs_, parsed, original, config_patches)
+        return compile_graph(model_, example_inputs_, parsed, partial(original, **kwargs), config_patches)
 
     _REPLACED.append(module.compile_fx)
     module.compile_fx = compile_fx

@@ -98,7 +98,9 @@ def unnoticed_by_dynamo() -> Iterator[None]:
     def codes() -> list[Any]:
         return [code for code in (seen() for seen in convert_frame.input_codes.seen) if code is not None]
 
-    before = {id(code): [id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)] for code in codes()}
+    before = {
+        id(code): [id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)] for code in codes()
+    }
     known = set(before)
     kept = codes()  # alive until the end, so that no id is used twice
     with patched_attribute(pgo, "_CODE_STATE", type(pgo.get_code_state())(pgo.CodeState)):
@@ -128,7 +130,7 @@ if TYPE_CHECKING:
         def uuid(self) -> Any: ...
 
 else:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 
 
 def inductor_config() -> Any:

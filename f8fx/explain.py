@@ -1,0 +1,280 @@
+"""``f8fx.explain``: what float8 would do to a model on any hardware, without that hardware.
+
+    print(f8fx.explain(model, tokens, target="h100").gemm_speedup)
+
+The model is traced with tensors that have shapes and no data (:mod:`f8fx.explain_trace`), so a
+model of any size is explained in the memory of its graph. Every matmul gets a row: its module, sizes,
+what was decided and why, and what the cost model predicts.
+
+What is *not* predicted: everything that is no matmul (attention kernels, norms, optimizer), so the
+speedup of a training step is smaller than that of its matmuls; and the gain from kernels better or worse
+than those the cost model was fitted to. Where a graph breaks inside a module, names are relative to that
+module, as everywhere in ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, TextIO
+
+from . import explain_trace
+from .explain_trace import ExplainError, GraphTrace
+from .hardware import Hardware
+from .options import Options
+from .passes import Pipeline, Quantize, Select
+from .recipe import Role
+from .report import Decision, GraphReport
+
+__all__ = ["ExplainError", "Explanation", "Row", "explain"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One matmul.
+
+    Attributes:
+        graph: index of the graph it is in; more than one where the graph breaks.
+        fqn: the module whose forward called it, "" where none did.
+        role: ``output``, ``grad_input`` or ``grad_weight``.
+        m, k, n: sizes of ``[m, k] @ [k, n]``; a string such as ``"s77"`` where dynamic, "?" unknown.
+        converted: whether it would run in float8.
+        reason, detail: why.
+        speedup: predicted seconds as it is over those in float8, its share of the casts included; also of a
+            matmul that is left as it is, where float8 would be legal. ``None`` where there is no prediction.
+        high_seconds: predicted, as it is; ``None`` where sizes are unknown.
+        float8_seconds: predicted, as decided: in float8 with its casts if converted, else as it is.
+        share: of the predicted seconds of all matmuls as they are, 0 to 1.
+    """
+
+    graph: int
+    fqn: str
+    role: Role
+    m: int | str
+    k: int | str
+    n: int | str
+    converted: bool
+    reason: str
+    detail: str
+    speedup: float | None
+    high_seconds: float | None
+    float8_seconds: float | None
+    share: float | None
+
+    @property
+    def size(self) -> str:
+        """``M x K x N``."""
+        return f"{self.m} x {self.k} x {self.n}"
+
+
+@dataclass
+class Explanation:
+    """What f8fx would do to a model, and what it would gain.
+
+    Attributes:
+        model: name of the module's class or of the function.
+        target: name of the hardware.
+        recipe, select: the options that matter most.
+        training: whether a backward was traced.
+        graphs: one report for each graph.
+        rows: one for each matmul, in graph order.
+        saved_bytes_high, saved_bytes_float8: bytes kept from forward to backward beside parameters and
+            inputs, with the high-precision graph and with the float8 one.
+        communicated_bytes_high, communicated_bytes: bytes in collectives, likewise: of each its input
+            or output, whichever is larger; 0 on a single device.
+    """
+
+    model: str
+    target: str
+    recipe: str
+    select: str
+    training: bool
+    graphs: list[GraphReport] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    saved_bytes_high: int = 0
+    saved_bytes_float8: int = 0
+    communicated_bytes_high: int = 0
+    communicated_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Matmuls seen."""
+        return len(self.rows)
+
+    @property
+    def converted(self) -> int:
+        """Matmuls that would run in float8."""
+        return sum(row.converted for row in self.rows)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many matmuls are skipped for each reason, most frequent first."""
+        return dict(Counter(row.reason for row in self.rows if not row.converted).most_common())
+
+    @property
+    def high_seconds(self) -> float:
+        """Predicted seconds of all matmuls as they are."""
+        return sum(row.high_seconds or 0.0 for row in self.rows)
+
+    @property
+    def float8_seconds(self) -> float:
+        """Predicted seconds of all matmuls as decided, casts included."""
+        return sum(row.float8_seconds or 0.0 for row in self.rows)
+
+    @property
+    def gemm_speedup(self) -> float:
+        """Predicted speedup of all matmuls together, casts included; 1 where nothing is converted."""
+        return self.high_seconds / self.float8_seconds if self.float8_seconds else 1.0
+
+    def line(self) -> str:
+        """The summary in a line."""
+        text = f"{self.converted} of {self.total} matmuls of {self.model} in float8 ({self.recipe})"
+        text += f" on {self.target}"
+        if self.reasons:
+            text += "; " + ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
+        return text
+
+    # -- as data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON-ready data; ``totals`` repeats what can be computed from the rest."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        own["graphs"] = [graph.to_dict() for graph in self.graphs]
+        own["rows"] = [dataclasses.asdict(row) for row in self.rows]
+        names = ("total", "converted", "reasons", "high_seconds", "float8_seconds", "gemm_speedup")
+        own["totals"] = {name: getattr(self, name) for name in names}
+        return own
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Explanation:
+        """The inverse of :meth:`to_dict`."""
+        own = {name: value for name, value in data.items() if name != "totals"}
+        own["graphs"] = [GraphReport.from_dict(graph) for graph in own["graphs"]]
+        own["rows"] = [Row(**row) for row in own["rows"]]
+        return Explanation(**own)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    # -- to look at
+
+    def print(self, file: TextIO | None = None, expand: bool = False) -> None:
+        """Prints a table of the matmuls and the totals, to stdout by default.
+
+        Args:
+            expand: a line for each matmul; by default equal ones of repeated layers share one.
+        """
+        from .explain_show import print_explanation
+
+        print_explanation(self, file, expand)
+
+    def to_html(self) -> str:
+        """One page with charts and a table; it loads nothing."""
+        from .explain_html import page
+
+        return page(self)
+
+    def save_html(self, path: str | PathLike[str]) -> None:
+        """Writes :meth:`to_html` to a file."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    target: str | Hardware | None = "h100",
+    dynamic: bool = False,
+    **options: Any,
+) -> Explanation:
+    """Says which matmuls of ``model(*args, **kwargs)`` would run in float8, why, and what it gains.
+
+    Needs no GPU, runs nothing and allocates no tensor: a model built under ``torch.device("meta")``
+    will do, with inputs there too. The model is traced on a copy and stays as it is. With gradients
+    enabled and asked for by any parameter or input, forward and backward are traced, else the forward.
+
+    Args:
+        model: a module or a function; what ``torch.compile`` made of one is explained from the source.
+        args, kwargs: what it is called with; of tensors only shape, dtype and device count.
+        target: name of the hardware; ``None``: the device the tensors are on.
+        dynamic: take sizes of inputs as symbolic; rows then say from which M float8 pays.
+        options: of the backend, see :class:`f8fx.options.Options`.
+
+    Raises:
+        OptionError: for an unknown option, value or target.
+        ExplainError: if the model cannot be copied or traced.
+    """
+    parsed = Options.parse({**options, "target": target})
+    if not callable(model):
+        raise TypeError(f"model must be a module or a function, got {type(model).__name__}")
+    like_gpu = parsed.target is not None and parsed.target.name != "cpu"
+    traces = explain_trace.trace(model, args, kwargs or {}, _pipeline(parsed, like_gpu), like_gpu, dynamic)
+    target_names = sorted({trace.report.target for trace in traces if trace.report.target})
+    explanation = Explanation(
+        model=explain_trace.name_of(model),
+        target=parsed.target.name if parsed.target else ", ".join(target_names),
+        recipe=parsed.recipe.name,
+        select=parsed.select,
+        training=any(trace.report.training for trace in traces),
+        graphs=[trace.report for trace in traces],
+        rows=_rows(traces),
+    )
+    for name in ("saved_bytes_high", "saved_bytes_float8", "communicated_bytes_high", "communicated_bytes"):
+        setattr(explanation, name, sum(getattr(trace, name) for trace in traces))
+    return explanation
+
+
+def _pipeline(options: Options, like_gpu: bool) -> Pipeline:
+    pipeline = Pipeline(options.recipe, options.policy(), options.target, options.debug)
+    pipeline.select = Select(options.recipe, options.policy(), options.target, predict=True)
+    if like_gpu:
+        pipeline.quantize = Quantize(options.recipe, lambda device: True)
+    return pipeline
+
+
+def _rows(traces: list[GraphTrace]) -> list[Row]:
+    decisions = [(index, d) for index, trace in enumerate(traces) for d in trace.report.decisions]
+    total = sum(d.seconds or 0.0 for _, d in decisions)
+    return [_row(index, decision, total) for index, decision in decisions]
+
+
+def _row(graph: int, d: Decision, total: float) -> Row:
+    decided = d.seconds
+    if d.seconds is not None and d.converted and d.speedup:
+        decided = d.seconds / d.speedup
+    return Row(
+        graph=graph,
+        fqn=d.fqn,
+        role=d.role,
+        m=d.m,
+        k=d.k,
+        n=d.n,
+        converted=d.converted,
+        reason=d.reason,
+        detail=d.detail,
+        speedup=d.speedup,
+        high_seconds=d.seconds,
+        float8_seconds=decided,
+        share=d.seconds / total if d.seconds is not None and total else None,
+    )
+
+
+class _CallableModule(types.ModuleType):
+    """Makes ``f8fx.explain(...)`` work whichever of the two, module or function, the name holds.
+
+    Python puts a submodule, once imported, into the place of whatever its package had by that name.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
+        return explain(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

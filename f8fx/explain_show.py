@@ -1,0 +1,198 @@
+"""Explanations as text for a terminal, and the grouping of equal layers that the page shares."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from .recipe import ROLES
+
+if TYPE_CHECKING:
+    from .explain import Explanation, Row
+
+#: Columns where output is no terminal and so has no width.
+_FILE_WIDTH = 140
+
+
+@dataclass(frozen=True)
+class Group:
+    """Matmuls that are the same but for the layer they are in.
+
+    Attributes:
+        label: their common name, with ``*`` for the numbers of layers.
+        pattern: the same with ``*`` for every number.
+        rows: the matmuls, at least one.
+    """
+
+    label: str
+    pattern: str
+    rows: tuple[Row, ...]
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def share(self) -> float | None:
+        """Of the seconds of all matmuls as they are."""
+        shares = [row.share for row in self.rows if row.share is not None]
+        return sum(shares) if shares else None
+
+    @property
+    def high_seconds(self) -> float:
+        return sum(row.high_seconds or 0.0 for row in self.rows)
+
+    @property
+    def float8_seconds(self) -> float:
+        return sum(row.float8_seconds or 0.0 for row in self.rows)
+
+    @property
+    def why(self) -> str:
+        """Reason and numbers, "" where the other columns say it all."""
+        row = self.first
+        if row.converted:
+            return re.sub(r"^pays: [\d.]+x(; )?", "", row.detail)
+        if row.detail.startswith(row.reason):
+            return row.detail
+        return f"{row.reason}: {row.detail}" if row.detail else row.reason
+
+
+def pattern_of(fqn: str) -> str:
+    """The name with ``*`` for each number: equal for the same module of all layers."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def grouped(rows: Iterable[Row], expand: bool = False) -> list[Group]:
+    """Rows by module in graph order, and within a module by role; equal layers are one group.
+
+    Args:
+        expand: a group for each row.
+    """
+    modules: dict[str, dict[tuple[object, ...], list[Row]]] = {}
+    for number, row in enumerate(rows):
+        name = row.fqn if expand else pattern_of(row.fqn)
+        what = (row.role, row.m, row.k, row.n, row.converted, row.reason, f"{row.speedup or 0:.2f}")
+        alone = (number,) if expand else ()
+        modules.setdefault(name, defaultdict(list))[what + alone].append(row)
+    result: list[Group] = []
+    for name, kinds in modules.items():
+        ordered = sorted(kinds.values(), key=lambda rows: ROLES.index(rows[0].role))
+        for members in ordered:
+            split = sum(other[0].role == members[0].role for other in ordered) > 1
+            label = name if expand else _label([row.fqn for row in members], split)
+            result.append(Group(label or "(no module)", pattern_of(name), tuple(members)))
+    return result
+
+
+def _label(names: Sequence[str], split: bool) -> str:
+    """``layers.*.attn.wq``; where not all layers are alike (`split`), which: ``layers.0-3,7.attn.wq``."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    parts: list[str] = []
+    for column in columns:
+        distinct = list(dict.fromkeys(column))
+        if len(distinct) == 1:
+            parts.append(distinct[0])
+        else:
+            parts.append(_ranges(sorted(map(int, distinct))) if split else "*")
+    return ".".join(parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def bytes_text(count: int) -> str:
+    """``1.15 GB``; decimal units."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """``12.3 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def print_explanation(explanation: Explanation, file: TextIO | None = None, expand: bool = False) -> None:
+    """See :meth:`f8fx.explain.Explanation.print`."""
+    file = file or sys.stdout
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=_FILE_WIDTH)
+    console.print(explanation.line(), style="bold", markup=False)
+    console.print(_table(explanation, expand))
+    for label, text in totals(explanation):
+        console.print(f"[bold]{label}[/bold]: {text}")
+
+
+def _table(explanation: Explanation, expand: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    table.add_column("gemm", no_wrap=True)
+    table.add_column("M x K x N", justify="right", no_wrap=True)
+    table.add_column("float8", justify="center", no_wrap=True)
+    for column in ("speedup", "time"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold", style="dim")
+    previous = None
+    for group in grouped(explanation.rows, expand):
+        row = group.first
+        label = f"{group.label} x{len(group.rows)}" if len(group.rows) > 1 else group.label
+        table.add_row(
+            "" if label == previous else label,
+            row.role,
+            row.size,
+            "[green]yes[/green]" if row.converted else "-",
+            "" if row.speedup is None else f"{row.speedup:.2f}x",
+            "" if group.share is None else f"{group.share:.1%}",
+            group.why,
+        )
+        previous = label
+    return table
+
+
+def totals(explanation: Explanation) -> list[tuple[str, str]]:
+    """What to say under the table: label and text."""
+    e = explanation
+    result = [
+        (
+            f"All matmuls on {e.target}",
+            f"predicted {seconds_text(e.high_seconds)} as they are, {seconds_text(e.float8_seconds)} "
+            f"with float8 and its casts: {e.gemm_speedup:.2f}x",
+        )
+    ]
+    if e.training:
+        result.append(
+            (
+                "Saved for backward",
+                f"{bytes_text(e.saved_bytes_high)} as it is, {bytes_text(e.saved_bytes_float8)} with float8",
+            )
+        )
+    if e.communicated_bytes_high:
+        result.append(
+            (
+                "Communicated",
+                f"{bytes_text(e.communicated_bytes_high)} as it is, "
+                f"{bytes_text(e.communicated_bytes)} with float8",
+            )
+        )
+    if len(e.graphs) != 1:
+        result.append(("Graphs", f"{len(e.graphs)}; the graph breaks between them"))
+    return result

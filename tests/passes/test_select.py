@@ -1,0 +1,199 @@
+"""*select*: every guard leaves the matmul, and the graph, exactly as it was, and says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import f8fx
+from f8fx.passes import Pipeline, describe
+from f8fx.report import Decision
+from tests.helpers import bf16, joint_graphs, randn
+
+
+def untouched(fn, *args, dynamic=False, **options) -> list[Decision]:
+    """Decisions for a graph in which nothing may be converted; asserts that it stays as it was."""
+    parsed = f8fx.Options.parse(options)
+    pipeline = Pipeline(parsed.recipe, parsed.policy(), parsed.target, debug=True)
+    decisions: list[Decision] = []
+
+    def transform(graph):
+        before, nodes = describe(graph), list(graph.nodes)
+        report = pipeline(graph)
+        assert describe(graph) == before
+        assert list(graph.nodes) == nodes
+        assert report.converted == 0 and report.total > 0
+        decisions.extend(report.decisions)
+
+    joint_graphs(fn, *args, transform=transform, dynamic=dynamic)
+    return decisions
+
+
+def reasons(decisions):
+    return {d.reason for d in decisions}
+
+
+def xw(m=32, k=32, n=48, dtype=bf16):
+    return randn(m, k, dtype=dtype), randn(n, k, dtype=dtype)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Linear(32, 32, dtype=bf16)
+        self.head = nn.Linear(32, 48, dtype=bf16)
+
+    def forward(self, x):
+        return self.head(self.attn(x))
+
+
+def test_float32_is_left_by_default():
+    assert reasons(untouched(F.linear, *xw(dtype=torch.float32), select="all")) == {"float32 matmul"}
+
+
+def test_float64_is_left():
+    assert reasons(untouched(F.linear, *xw(dtype=torch.float64), select="all")) == {"float64 matmul"}
+
+
+def test_integers_are_left():
+    a = torch.ones(16, 16, dtype=torch.int32)
+    assert reasons(untouched(torch.mm, a, a, select="all")) == {"int32 matmul"}
+
+
+def test_hardware_without_float8():
+    for select in ("auto", "all"):
+        decisions = untouched(F.linear, *xw(8192, 4096, 4096), select=select, target="a100")
+        assert reasons(decisions) == {"no float8 tensor cores on a100"}
+
+
+def test_cpu_is_never_worth_it():
+    decisions = untouched(F.linear, *xw())
+    assert reasons(decisions) == {"no float8 tensor cores on cpu"}
+    assert 'select="all"' in decisions[0].detail
+
+
+def test_too_small():
+    decisions = untouched(F.linear, *xw(), target="h100")
+    assert reasons(decisions) == {"too small"}
+    assert all(d.speedup is not None and d.speedup < 1 for d in decisions)
+
+
+def test_filter_fqns():
+    decisions = untouched(Net(), randn(16, 32), select="all", filter_fqns=["att", "head"])
+    assert reasons(decisions) == {"filtered"}
+    assert {d.fqn for d in decisions} == {"attn", "head"}
+
+
+def test_only_fqns():
+    assert reasons(untouched(Net(), randn(16, 32), select="all", only_fqns=["mlp"])) == {"filtered"}
+
+
+def test_filter_fn_sees_every_gemm():
+    seen = []
+
+    def refuse(fqn, gemm):
+        seen.append((fqn, gemm.role, gemm.m, gemm.k, gemm.n, gemm.dtype))
+        return False
+
+    assert reasons(untouched(Net(), randn(16, 32), select="all", filter_fn=refuse)) == {"filtered"}
+    assert ("head", "output", 16, 32, 48, bf16) in seen
+    assert ("attn", "grad_weight", 32, 16, 32, bf16) in seen
+    assert len(seen) == 6
+
+
+def test_pad_never_leaves_odd_sizes():
+    decisions = untouched(F.linear, *xw(5, 30, 20), select="all", pad="never")
+    assert reasons(decisions) == {"not a multiple of 16"}
+    assert {d.detail for d in decisions} >= {'k=30, pad="never"'}
+
+
+def test_pad_never_leaves_a_dynamic_contraction():
+    """grad_weight contracts M; nothing says that it is a multiple of 16 at step N."""
+    weight = nn.Parameter(randn(48, 32, grad=False))
+    x = randn(32, 32)
+    torch._dynamo.mark_dynamic(x, 0)
+    parsed = f8fx.Options.parse({"select": "all", "pad": "never"})
+    roles = {}
+
+    def transform(graph):
+        for d in Pipeline(parsed.recipe, parsed.policy())(graph).decisions:
+            roles[d.role] = (d.converted, d.reason)
+
+    joint_graphs(lambda x: F.linear(x, weight), x, transform=transform)
+    assert roles["grad_weight"] == (False, "not a multiple of 16")
+    assert roles["output"][0] and roles["grad_input"][0]
+
+
+def test_empty():
+    x = torch.empty(0, 32, dtype=bf16, requires_grad=True)
+    assert reasons(untouched(F.linear, x, randn(48, 32), select="all")) == {"empty"}
+
+
+def test_attention_stays():
+    def attention(q, k):
+        return q @ k.transpose(-1, -2)
+
+    decisions = untouched(attention, randn(2, 4, 16, 32), randn(2, 4, 16, 32, seed=1), select="all")
+    assert reasons(decisions) == {"batched matmul of two activations"}
+
+
+def test_recipe_without_a_role():
+    recipe = f8fx.Recipe("forward only", grad_input=None, grad_weight=None)
+    parsed = f8fx.Options.parse({"recipe": recipe, "select": "all"})
+    kept = {}
+
+    def transform(graph):
+        for d in Pipeline(parsed.recipe, parsed.policy())(graph).decisions:
+            kept[d.role] = d.reason
+
+    joint_graphs(F.linear, *xw(), transform=transform)
+    assert kept == {
+        "output": "converted",
+        "grad_input": "kept in high precision by the recipe",
+        "grad_weight": "kept in high precision by the recipe",
+    }
+
+
+def decisions_on(target, *args, **options):
+    parsed = f8fx.Options.parse({"target": target, **options})
+    result = []
+
+    def transform(graph):
+        result.extend(Pipeline(parsed.recipe, parsed.policy(), parsed.target)(graph).decisions)
+
+    joint_graphs(F.linear, *args, transform=transform)
+    return result
+
+
+def test_auto_converts_what_pays_on_the_target():
+    meta = [torch.empty(*s, dtype=bf16, device="meta", requires_grad=True) for s in ((8192, 4096), (8192, 4096))]
+    decisions = decisions_on("h100", *meta)
+    assert len(decisions) == 3 and all(d.converted for d in decisions)
+    assert all(d.speedup is not None and d.speedup > 1 for d in decisions)
+
+
+def test_auto_says_from_which_m_a_dynamic_gemm_pays():
+    weight = torch.empty(4096, 4096, dtype=bf16, device="meta", requires_grad=True)
+    x = torch.empty(16, 4096, dtype=bf16, device="meta", requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    output = next(d for d in decisions_on("h100", x, weight) if d.role == "output")
+    assert not output.converted
+    assert "pays for M >= " in output.detail
+
+
+@pytest.mark.parametrize("target", ["mi300x", "b200", "h100"])
+def test_formats_are_those_of_the_hardware(target):
+    """MI300X has the fnuz flavours; everything else the OCP ones."""
+    meta = [torch.empty(*s, dtype=bf16, device="meta") for s in ((8192, 8192), (8192, 8192))]
+    parsed = f8fx.Options.parse({"target": target, "select": "all"})
+    texts = []
+
+    def transform(graph):
+        Pipeline(parsed.recipe, parsed.policy(), parsed.target)(graph)
+        texts.append(describe(graph))
+
+    joint_graphs(F.linear, *meta, transform=transform)
+    assert ("e4m3fnuz" in texts[0]) == (target == "mi300x")
+    assert "_scaled_mm" in texts[0]

@@ -1,0 +1,217 @@
+"""The backend around the passes: reports, fallback, installation, and what must not change."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import f8fx
+from f8fx import recording
+from f8fx.passes import Pipeline, describe
+from f8fx.torch_private import check_version, compile_fx_module, joint_custom_pre_pass
+from tests.helpers import bf16, compiled, joint_graphs, randn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(32, 64, dtype=bf16)
+        self.second = nn.Linear(64, 32, dtype=bf16)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+def test_the_name_works_without_an_import():
+    """Entry point of the group ``torch_dynamo_backends``, in a process that never imports f8fx."""
+    code = (
+        "import torch; assert 'f8fx' in torch.compiler.list_backends();"
+        "f = torch.compile(lambda x: x + 1, backend='f8fx', options={'executor': 'eager'});"
+        "assert f(torch.zeros(2)).tolist() == [1, 1]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
+
+
+def test_one_line_at_info(caplog):
+    with caplog.at_level(logging.INFO, logger="f8fx"):
+        compiled(Net(), filter_fqns=["second"])(randn(16, 32)).sum().backward()
+    lines = [r.message for r in caplog.records if r.levelno == logging.INFO and r.name == "f8fx"]
+    assert lines == ["f8fx: 3 of 6 matmuls in float8 (tensorwise), 3 skipped: 3 filtered"]
+
+
+def test_a_graph_without_matmuls_says_so(caplog):
+    with caplog.at_level(logging.INFO, logger="f8fx"):
+        compiled(torch.sin)(torch.zeros(3))
+    assert "f8fx: no matmuls in this graph (tensorwise)" in [r.message for r in caplog.records]
+
+
+def test_verbose_prints_every_decision(capsys):
+    compiled(Net(), verbose=True)(randn(16, 32))
+    printed = capsys.readouterr().err
+    assert "first" in printed and "grad_weight" in printed and "yes" in printed
+
+
+def test_reports_survive_json():
+    import json
+
+    with recording() as reports:
+        compiled(Net())(randn(16, 32)).sum().backward()
+    (report,) = reports
+    again = f8fx.GraphReport.from_dict(json.loads(json.dumps(report.to_dict())))
+    assert again == report and report.training and report.total == 6
+
+
+def test_nothing_is_recorded_after_the_block():
+    with recording() as reports:
+        pass
+    compiled(Net())(randn(16, 32))
+    assert reports == []
+
+
+def test_state_dict_is_untouched():
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    classes = {name: type(module) for name, module in model.named_modules()}
+    model_f8 = compiled(model)
+    model_f8(randn(16, 32)).sum().backward()
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(after[n].dtype == before[n].dtype and torch.equal(after[n], before[n]) for n in before)
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_everything_filtered_is_the_stock_graph():
+    texts = []
+    parsed = f8fx.Options.parse({"select": "all", "only_fqns": ["nothing"]})
+    joint_graphs(Net(), randn(16, 32), transform=lambda g: texts.append(describe(g)))
+
+    def transform(graph):
+        Pipeline(parsed.recipe, parsed.policy())(graph)
+        texts.append(describe(graph))
+
+    joint_graphs(Net(), randn(16, 32), transform=transform)
+    assert texts[0] == texts[1]
+
+
+# -- failures
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def _explode(self, graph, conversions):
+    # half way through: some matmuls are already rewritten
+    _REWRITE(self, graph, conversions[:1])
+    raise Boom("no such thing")
+
+
+_REWRITE = __import__("f8fx.passes.quantize", fromlist=["Quantize"]).Quantize.__call__
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_internal_failure_falls_back_with_a_warning(monkeypatch, executor):
+    monkeypatch.setattr("f8fx.passes.quantize.Quantize.__call__", _explode)
+    model, x = Net(), randn(16, 32)
+    with recording() as reports, pytest.warns(UserWarning, match="runs without float8.*Boom: no such thing"):
+        y = compiled(model, strict=False, executor=executor)(x)
+    y.sum().backward()
+    expected = model(x)
+    assert torch.allclose(y.float(), expected.float(), atol=0.05)
+    assert reports[-1].converted == 0 and "Boom" in reports[-1].line()
+    assert x.grad is not None
+
+
+def test_strict_raises(monkeypatch):
+    monkeypatch.setattr("f8fx.passes.quantize.Quantize.__call__", _explode)
+    with pytest.raises(Exception, match="no such thing"):
+        compiled(Net(), strict=True)(randn(16, 32))
+
+
+def test_a_users_own_failure_is_not_swallowed():
+    """A model that Inductor cannot compile fails as it would without f8fx, and no fallback is claimed."""
+
+    def bad(gm, inputs, **kwargs):
+        raise Boom("the user's")
+
+    gm = torch.fx.symbolic_trace(Net())
+    from f8fx.backend import compile_graph
+
+    with warnings.catch_warnings(), pytest.raises(Boom, match="the user's"):
+        warnings.simplefilter("error")
+        compile_graph(gm, [randn(16, 32)], f8fx.Options.parse(), compile_fx=bad)
+
+
+def test_version_warning():
+    assert check_version("2.13.0+cpu") is None
+    assert check_version("2.11.1") is None
+    assert "older" in check_version("2.9.0")
+    assert "newer" in check_version("3.0.0a0+git1234")
+
+
+# -- installation
+
+
+def stock(fn):
+    torch._dynamo.reset()
+    return torch.compile(fn, backend="inductor")
+
+
+def test_install_puts_the_passes_on_the_stock_backend_and_uninstall_restores_it():
+    original = compile_fx_module().compile_fx
+    f8fx.install(select="all", executor="eager")
+    try:
+        with recording() as reports:
+            stock(Net())(randn(16, 32)).sum().backward()
+        assert reports[0].converted == 6
+        with pytest.raises(RuntimeError, match="already installed"):
+            f8fx.install()
+    finally:
+        f8fx.uninstall()
+    assert compile_fx_module().compile_fx is original
+    assert joint_custom_pre_pass() is None
+    f8fx.uninstall()  # does nothing
+
+
+def test_installed_is_a_block_and_nests():
+    original = compile_fx_module().compile_fx
+    with recording() as reports:
+        with f8fx.installed(select="all", executor="eager"):
+            with f8fx.installed(select="all", executor="eager", recipe="rowwise"):
+                stock(Net())(randn(16, 32))
+            stock(Net())(randn(16, 32))
+    assert [r.recipe for r in reports] == ["rowwise", "tensorwise"]
+    assert compile_fx_module().compile_fx is original
+
+
+def test_install_checks_its_options():
+    with pytest.raises(f8fx.OptionError, match="did you mean"):
+        f8fx.install(recpie="rowwise")
+    assert "f8fx" not in compile_fx_module().compile_fx.__module__
+
+
+# -- a user's own passes
+
+
+def test_a_users_joint_pass_runs_first():
+    from f8fx.torch_private import CustomGraphPass
+
+    seen = []
+
+    class Own(CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(describe(graph))
+
+        def uuid(self):
+            return "own"
+
+    compiled(Net(), inductor={"joint_custom_pre_pass": Own()})(randn(16, 32))
+    assert len(seen) == 1 and "f8fx" not in seen[0]

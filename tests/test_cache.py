@@ -1,0 +1,185 @@
+"""On-disk caches: hits across processes, and never another configuration's graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import f8fx
+from f8fx.cache import CacheKey
+from f8fx.passes import Pipeline
+from tests.helpers import bf16, randn
+
+pytestmark = pytest.mark.slow
+
+#: Compiles a one-layer model under the given layer name and options; prints what happened.
+CHILD = """
+import json, sys, torch
+from torch import nn
+import f8fx
+from torch._dynamo.utils import counters
+name, options = json.loads(sys.argv[1])
+if name == "wrong-uuid":
+    # what FACTS of the matter are: a key that leaves the module names out
+    import f8fx.cache
+    f8fx.cache._module_names = lambda gm: []
+    name = sys.argv[2]
+class Layer(nn.Module):
+    def forward(self, x, weight):
+        return nn.functional.linear(x, weight)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        setattr(self, name, Layer())
+        self.name = name
+    def forward(self, x, weight):
+        return getattr(self, self.name)(x, weight)
+torch.manual_seed(0)
+ran = []
+from f8fx.passes import Find
+original = Find.__call__
+Find.__call__ = lambda self, graph: (ran.append(1), original(self, graph))[1]
+model = torch.compile(Net(), backend="f8fx", options={"select": "all", "strict": True, **options})
+x = torch.ones(16, 32, dtype=torch.bfloat16).div_(3).requires_grad_()
+weight = torch.randn(48, 32).to(torch.bfloat16).requires_grad_()
+with f8fx.recording() as reports:
+    y = model(x, weight)
+    y.backward(torch.ones_like(y))
+aot = counters["aot_autograd"]
+print(json.dumps({
+    "passes": len(ran),
+    "aot_hits": aot["autograd_cache_hit"],
+    "aot_bypass": aot["autograd_cache_bypass"],
+    "lines": [r.line() for r in reports],
+    "converted": [r.converted for r in reports],
+    "sum": y.float().sum().item(),
+    "grad": x.grad.float().sum().item(),
+}))
+"""
+
+
+def child(directory, name="layer", *args, **options):
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    command = [sys.executable, "-c", CHILD, json.dumps([name, options]), *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("inductor")
+
+
+def test_a_second_process_hits_and_still_knows_the_decisions(cache):
+    cold, warm = child(cache), child(cache)
+    assert (cold["passes"], cold["aot_hits"]) == (1, 0)
+    assert (warm["passes"], warm["aot_hits"]) == (0, 1)
+    assert warm["lines"] == [cold["lines"][0] + " [cached]"]
+    assert (warm["sum"], warm["grad"]) == (cold["sum"], cold["grad"])
+
+
+def test_other_options_never_get_that_graph(cache):
+    reference = child(cache)
+    for options in ({"recipe": "rowwise"}, {"filter_fqns": ["layer"]}, {"pad": "never"}):
+        other = child(cache, **options)
+        assert other["passes"] == 1 and other["aot_hits"] == 0, options
+    assert child(cache, recipe="rowwise")["sum"] != reference["sum"]
+
+
+def test_names_are_part_of_the_key_where_a_filter_reads_them(cache):
+    """Two models of equal graphs: the filter means one of them."""
+    assert child(cache, "head", filter_fqns=["head"])["converted"] == [0]
+    body = child(cache, "body", filter_fqns=["head"])
+    assert body["converted"] == [3] and body["aot_hits"] == 0
+
+
+def test_without_names_in_the_key_the_wrong_graph_is_served(tmp_path):
+    """The failure the key prevents, reproduced by taking the names out of it."""
+    assert child(tmp_path, "wrong-uuid", "head", filter_fqns=["head"])["converted"] == [0]
+    body = child(tmp_path, "wrong-uuid", "body", filter_fqns=["head"])
+    assert body["aot_hits"] == 1 and body["passes"] == 0  # "body" was not filtered, yet runs unconverted
+
+
+# -- the key itself
+
+
+def key(model=None, **options):
+    keys = []
+
+    def backend(gm, inputs):
+        keys.append(CacheKey.of(gm, inputs, f8fx.Options.parse(options)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model or nn.Linear(32, 48, dtype=bf16), backend=backend)(randn(16, 32))
+    return keys[0]
+
+
+def test_a_filter_function_is_not_cacheable_unless_it_says_what_it_is():
+    def keep(fqn, gemm):
+        return True
+
+    assert key(filter_fn=keep).uuid is None
+    keep.uuid = "v1"
+    first = key(filter_fn=keep).uuid
+    keep.uuid = "v2"
+    assert first is not None and first != key(filter_fn=keep).uuid
+
+
+def test_every_option_that_decides_is_in_the_key():
+    base = key().uuid
+    others = [
+        key(recipe="rowwise"),
+        key(select="all"),
+        key(pad="never"),
+        key(target="h100"),
+        key(only_fqns=["x"]),
+        key(filter_fqns=["x"]),
+        key(recipe=f8fx.Recipe("tensorwise", grad_weight=None)),
+    ]
+    assert len({base, *(k.uuid for k in others)}) == len(others) + 1
+    assert key(verbose=True, debug=True).uuid == base
+
+
+def test_hints_of_dynamic_sizes_are_in_the_key_of_auto():
+    """The cost model decides by the size it sees; a graph decided at 8192 rows is not one for 16."""
+
+    def sized(m, **options):
+        keys = []
+
+        def backend(gm, inputs):
+            keys.append(CacheKey.of(gm, inputs, f8fx.Options.parse(options)).uuid)
+            return gm.forward
+
+        torch._dynamo.reset()
+        weight = nn.Parameter(randn(48, 32, grad=False))
+        torch.compile(lambda x: F.linear(x, weight), backend=backend, dynamic=True)(randn(m, 32))
+        return keys[0]
+
+    assert sized(16) != sized(8192)
+    assert sized(16, select="all") == sized(8192, select="all")
+
+
+def test_pipeline_has_no_state_outside_its_key():
+    """Two pipelines of equal options make equal graphs."""
+    from f8fx.passes import describe
+    from tests.helpers import joint_graphs
+
+    texts = []
+    for _ in range(2):
+        parsed = f8fx.Options.parse({"select": "all"})
+
+        def transform(graph, parsed=parsed):
+            Pipeline(parsed.recipe, parsed.policy())(graph)
+            texts.append(describe(graph))
+
+        joint_graphs(F.linear, randn(16, 32), randn(48, 32), transform=transform)
+    assert texts[0] == texts[1]

@@ -1,0 +1,121 @@
+"""Activation checkpointing frees as much memory with float8 as without."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import f8fx
+from f8fx.passes import Pipeline
+from tests.helpers import bf16, compiled, joint_graphs, randn
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+class Block(nn.Module):
+    def __init__(self, dim=64, hidden=128):
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def _save_matmuls(ctx, op, *args, **kwargs):
+    save = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Net(nn.Module):
+    def __init__(self, mode, depth=3):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.mode = mode
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.mode == "full":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif self.mode == "selective":
+                contexts = functools.partial(create_selective_checkpoint_contexts, _save_matmuls)
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            else:
+                x = block(x)
+        return x
+
+
+def saved(mode: str, recipe: str | None, budget: float = 1.0) -> dict[str, int]:
+    """Tensors kept between forward and backward that are no inputs: name -> bytes."""
+    result: dict[str, int] = {}
+
+    def on_partition(forward, backward):
+        inputs = set(forward.graph.find_nodes(op="placeholder"))
+        (output,) = forward.graph.find_nodes(op="output")
+        for node in output.args[0][1:]:
+            value = getattr(node, "meta", {}).get("val")
+            if node not in inputs and isinstance(value, torch.Tensor):
+                result[node.name] = value.numel() * value.dtype.itemsize
+
+    def transform(graph):
+        if recipe is not None:
+            parsed = f8fx.Options.parse({"recipe": recipe, "select": "all"})
+            report = Pipeline(parsed.recipe, parsed.policy(), debug=True)(graph)
+            assert report.converted > 0
+
+    torch.manual_seed(0)
+    model = Net(mode).to(bf16)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        joint_graphs(model, randn(8, 16, 64), transform=transform, on_partition=on_partition)
+    return result
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_saves_no_more_bytes_than_bf16(mode, recipe):
+    high, float8 = saved(mode, None), saved(mode, recipe)
+    assert sum(float8.values()) <= sum(high.values()), float8
+    assert sum(high.values()) < sum(saved("none", None).values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_selective_checkpointing_saves_the_matmuls_results_and_no_casts(recipe):
+    assert all("quantize" not in name and "amax" not in name for name in saved("selective", recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_memory_budget_is_kept(budget, recipe):
+    """The budget is a share of what is saved without one; float8 stays below that of bf16."""
+    full = sum(saved("none", None).values())
+    assert sum(saved("none", recipe, budget).values()) <= max(
+        budget * full, sum(saved("none", None, budget).values())
+    )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_without_checkpointing_float8_saves_less_than_bf16(recipe):
+    assert sum(saved("none", recipe).values()) < sum(saved("none", None).values())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointed_gradients_are_those_without(mode, recipe):
+    torch.manual_seed(0)
+    plain, checkpointed = Net("none").to(bf16), Net(mode).to(bf16)
+    checkpointed.load_state_dict(plain.state_dict())
+    results = []
+    for model in (plain, checkpointed):
+        x = randn(8, 16, 64)
+        y = compiled(model, recipe=recipe)(x)
+        y.backward(randn(8, 16, 64, grad=False, seed=1))
+        results.append([y, x.grad, *(p.grad for p in model.parameters())])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)

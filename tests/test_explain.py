@@ -1,0 +1,353 @@
+"""`explain`: what it says of models, that it needs nothing to say it, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import f8fx
+from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
+from f8fx.explain import ExplainError, Explanation, Row
+from f8fx.explain_show import grouped
+
+
+class Mlp(nn.Module):
+    """Two linear layers without bias and a relu between them."""
+
+    def __init__(self, width: int = 2048, hidden: int = 4096) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def meta_mlp(**sizes: int) -> Mlp:
+    with torch.device("meta"):
+        return Mlp(**sizes).bfloat16()
+
+
+def meta_input(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def tiny_decoder() -> tuple[Decoder, Tensor]:
+    return Decoder(DecoderConfig.named("tiny")).bfloat16(), torch.zeros(2, 16, dtype=torch.long)
+
+
+# -- decisions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_large_matmuls_pay(target: str):
+    e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), target=target)
+    assert (e.model, e.target, e.recipe, e.training) == ("Mlp", target, "tensorwise", True)
+    # the input wants no gradient, so `up` has two gemms
+    assert [(row.fqn, row.role, row.m, row.k, row.n) for row in e.rows] == [
+        ("up", "output", 16384, 2048, 4096),
+        ("down", "output", 16384, 4096, 2048),
+        ("down", "grad_weight", 2048, 16384, 4096),
+        ("down", "grad_input", 16384, 2048, 4096),
+        ("up", "grad_weight", 4096, 16384, 2048),
+    ]
+    assert e.converted == 5 and not e.reasons
+    assert 1.1 < e.gemm_speedup < 2
+    assert sum(row.share or 0 for row in e.rows) == pytest.approx(1)
+    for row in e.rows:
+        assert row.speedup is not None and row.high_seconds == pytest.approx(row.float8_seconds * row.speedup)
+
+
+def test_without_float8_tensor_cores_nothing_converts():
+    e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), target="a100")
+    assert e.converted == 0 and e.gemm_speedup == 1
+    assert e.reasons == {"no float8 tensor cores on a100": 5}
+    assert e.saved_bytes_float8 == e.saved_bytes_high
+    assert all(row.share for row in e.rows)  # time goes somewhere on any hardware
+
+
+def test_select_all_converts_what_would_lose_and_says_so():
+    model, x = meta_mlp(width=64, hidden=64), meta_input(64, 64)
+    auto, everything = (f8fx.explain(model, x, select=select) for select in ("auto", "all"))
+    assert auto.converted == 0 and auto.gemm_speedup == 1
+    assert everything.converted == 5 and everything.gemm_speedup < 1
+    # the prediction is there whether it decides or not
+    assert [row.speedup for row in auto.rows] == pytest.approx([row.speedup for row in everything.rows])
+
+
+def test_a_filtered_matmul_has_a_time_and_no_prediction():
+    e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), filter_fqns=["down"])
+    down = [row for row in e.rows if row.fqn == "down"]
+    assert all(row.reason == "filtered" and row.share and row.speedup is None for row in down)
+
+
+def test_without_gradients_only_the_forward_is_traced():
+    with torch.no_grad():
+        e = f8fx.explain(meta_mlp(), meta_input(16384, 2048))
+    assert not e.training and [row.role for row in e.rows] == ["output", "output"]
+    assert e.saved_bytes_high == e.saved_bytes_float8 == 0
+    assert not f8fx.explain(meta_mlp().requires_grad_(False), meta_input(64, 2048)).training
+
+
+def test_a_dynamic_size_gets_a_threshold():
+    e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), dynamic=True)
+    assert isinstance(e.rows[0].m, str) and e.rows[0].k == 2048
+    assert re.search(r"pays for M >= \d+", e.rows[0].detail)
+
+
+def test_a_marked_dimension_is_dynamic_too():
+    x = meta_input(16384, 2048)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert isinstance(f8fx.explain(meta_mlp(), x).rows[0].m, str)
+
+
+def test_attention_is_traced_as_the_target_runs_it():
+    model, tokens = tiny_decoder()
+    e = f8fx.explain(model, tokens)
+    assert not any("batched" in row.reason for row in e.rows)
+    masked = f8fx.explain(
+        lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask),
+        torch.ones(1, 2, 8, 16, requires_grad=True),
+        torch.ones(8, 8, dtype=torch.bool),
+    )
+    assert masked.training and not masked.rows
+
+
+def test_autocast_for_cuda_is_explained_on_a_machine_without():
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return x @ weight
+
+    weight = torch.empty(2048, 4096, requires_grad=True, device="meta")
+    with torch.device("meta"):
+        x = torch.empty(16384, 2048)
+    e = f8fx.explain(forward, x, weight)
+    assert e.rows[0].converted, e.rows[0]
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def test_saved_bytes_by_hand():
+    tokens, width, hidden = 16384, 2048, 4096
+    x = meta_input(tokens, width)
+    e = f8fx.explain(meta_mlp(width=width, hidden=hidden), x)
+    # relu's output, in bfloat16, which the backward of `down` and of relu read; x is an input
+    assert e.saved_bytes_high == 2 * tokens * hidden
+    none = f8fx.explain(meta_mlp(width=width, hidden=hidden), x, filter_fqns=["up", "down"])
+    assert none.saved_bytes_float8 == none.saved_bytes_high
+
+
+def test_bytes_in_collectives():
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed._functional_collectives import all_gather_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def forward(x: Tensor) -> Tensor:
+        return all_gather_tensor(x, 0, group=dist.group.WORLD) * 2
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        e = f8fx.explain(forward, torch.ones(8, 16))
+    finally:
+        dist.destroy_process_group()
+    assert e.communicated_bytes_high == e.communicated_bytes == 4 * 8 * 16 * 4
+    assert f8fx.explain(Mlp(16, 16), torch.ones(4, 16)).communicated_bytes == 0
+
+
+# -- what can be explained ------------------------------------------------------------------------
+
+
+def test_a_block_of_8b_widths_needs_no_memory():
+    with torch.device("meta"):
+        block = DecoderBlock(DecoderConfig.named("llama3_8b")).bfloat16()
+        x = torch.empty(1, 8192, 4096, dtype=torch.bfloat16)
+    f8fx.explain(meta_mlp(), meta_input(16, 2048))  # imports what it needs
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    e = f8fx.explain(block, x, target="h100")
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 200_000  # kB; its weights alone would be 436 MB
+    assert e.total == 21 and e.converted == 21
+    # FACTS: Inductor saves 1146 MB of a bf16 Llama block like this one
+    assert e.saved_bytes_high == pytest.approx(1.146e9, rel=0.02)
+
+
+def test_functions_and_what_they_close_over():
+    model = meta_mlp()
+    e = f8fx.explain(lambda x, scale: model(x) * scale, meta_input(16384, 2048), 2.0)
+    assert [row.fqn for row in e.rows[:2]] == ["up", "down"] and e.converted == 5
+    assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_a_compiled_model_is_explained_from_its_source():
+    model = meta_mlp()
+    compiled = torch.compile(model, backend="f8fx")
+    assert (
+        f8fx.explain(compiled, meta_input(16384, 2048)).to_dict()["rows"]
+        == (f8fx.explain(model, meta_input(16384, 2048)).to_dict()["rows"])
+    )
+
+
+def test_keyword_inputs():
+    e = f8fx.explain(meta_mlp(), kwargs={"x": meta_input(16384, 2048)})
+    assert e.total == 5
+
+
+def test_tied_weights_stay_tied():
+    config = DecoderConfig.named("tiny").replace(tied=True)
+    model = Decoder(config).bfloat16()
+    e = f8fx.explain(model, torch.zeros(2, 16, dtype=torch.long), select="all")
+    assert {row.role for row in e.rows if row.fqn == "output"} == {"output", "grad_input", "grad_weight"}
+
+
+class Broken(nn.Module):
+    """A graph break between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_graph_breaks_make_graphs():
+    e = f8fx.explain(Broken().bfloat16(), torch.ones(32, 64, dtype=torch.bfloat16), select="all")
+    assert len(e.graphs) == 2
+    assert {(row.graph, row.fqn) for row in e.rows} == {(0, "first"), (1, "second")}
+    assert e.training
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_unknown_options_name_the_nearest():
+    with pytest.raises(f8fx.OptionError, match="did you mean 'h100'"):
+        f8fx.explain(Mlp(16, 16), torch.ones(4, 16), target="h10")
+    with pytest.raises(f8fx.OptionError, match="did you mean 'recipe'"):
+        f8fx.explain(Mlp(16, 16), torch.ones(4, 16), recip="rowwise")
+
+
+def test_what_cannot_be_traced_says_why():
+    with pytest.raises(ExplainError, match=r"could not trace Mlp: .*mat1 and mat2|could not trace Mlp"):
+        f8fx.explain(Mlp(16, 16), torch.ones(4, 7))
+
+    def looks_at_values(x: Tensor) -> Tensor:
+        return x if x.sum().item() > 0 else -x
+
+    with pytest.raises(ExplainError, match="depend on values"):
+        f8fx.explain(looks_at_values, torch.ones(4))
+
+
+# -- leaves no trace ------------------------------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_was():
+    model, tokens = tiny_decoder()
+    model.train()
+    before = {name: (id(p), p._version, p.clone()) for name, p in model.named_parameters()}
+    f8fx.explain(model, tokens)
+    for name, p in model.named_parameters():
+        identity, version, value = before[name]
+        assert id(p) == identity and p._version == version and torch.equal(p, value) and p.grad is None
+    model(tokens).sum().backward()  # still runs
+
+
+def test_batch_norm_statistics_stay():
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    f8fx.explain(model, torch.randn(8, 16))
+    f8fx.explain(lambda x: model(x), torch.randn(8, 16))
+    assert model[1].running_mean.eq(0).all() and model[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("model", [Broken(), Mlp(64, 64)], ids=["broken", "whole"])
+def test_compiled_code_of_the_user_survives(model: nn.Module):
+    compiles: list[int] = []
+
+    def counting(gm, inputs):
+        compiles.append(len(inputs))
+        return gm.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=counting)
+    compiled(torch.ones(32, 64))
+    first = len(compiles)
+    f8fx.explain(model, torch.ones(48, 64))
+    compiled(torch.ones(32, 64))
+    assert len(compiles) == first  # found in the cache, not compiled again
+    sizes: list[object] = []
+
+    def looking(gm, inputs):
+        sizes.extend(i.shape[0] for i in inputs if isinstance(i, Tensor) and not isinstance(i, nn.Parameter))
+        return gm.forward
+
+    torch.compiler.reset()
+    f8fx.explain(model, torch.ones(32, 64))
+    torch.compile(model, backend=looking)(torch.ones(48, 64))
+    assert all(isinstance(size, int) for size in sizes)  # the size seen by `explain` was not remembered
+
+
+# -- shown ----------------------------------------------------------------------------------------
+
+
+def test_json_round_trip():
+    model, tokens = tiny_decoder()
+    e = f8fx.explain(model, tokens, target="b200", recipe="rowwise")
+    again = Explanation.from_dict(json.loads(e.to_json()))
+    assert again == e and again.to_dict() == e.to_dict()
+    assert e.to_dict()["totals"]["gemm_speedup"] == e.gemm_speedup
+
+
+def test_printing_folds_equal_layers():
+    model, tokens = tiny_decoder()
+    e = f8fx.explain(model, tokens)
+    folded, expanded = io.StringIO(), io.StringIO()
+    e.print(folded)
+    e.print(expanded, expand=True)
+    assert "blocks.*.ffn.up_proj x2" in folded.getvalue() and "Saved for backward" in folded.getvalue()
+    assert "blocks.1.ffn.up_proj" in expanded.getvalue()
+
+
+def test_layers_that_differ_are_named():
+    def row(layer: int, converted: bool) -> Row:
+        return Row(
+            0, f"layers.{layer}.w", "output", 16, 16, 16, converted, "filtered", "", None, 1e-6, 1e-6, 0.1
+        )
+
+    labels = [g.label for g in grouped(row(layer, layer not in (0, 5)) for layer in range(8))]
+    assert labels == ["layers.0,5.w", "layers.1-4,6-7.w"]
+
+
+@pytest.mark.parametrize("target", ["h100", "a100"])
+def test_the_page_holds_everything_and_loads_nothing(target: str, tmp_path: Path):
+    model, tokens = tiny_decoder()
+    e = f8fx.explain(model, tokens, target=target)
+    e.save_html(tmp_path / "explained.html")
+    page = (tmp_path / "explained.html").read_text()
+    assert {row.fqn for row in e.rows} <= set(re.findall(r"[\w.]+", page))
+    assert all(reason in page for reason in e.reasons)
+    assert not re.search(r"https?:|\b(src|href)\s*=|@import|url\(", page)
+    assert ("Nothing would run in float8" in page) == (e.converted == 0)
+
+
+def test_names_are_escaped():
+    e = f8fx.explain(meta_mlp(), meta_input(64, 2048))
+    e.model = "<script>alert(1)</script>"
+    assert "<script>alert" not in e.to_html()
+
+
+def test_nothing_to_explain():
+    e = f8fx.explain(lambda x: x + 1, torch.ones(4))
+    assert e.total == 0 and e.gemm_speedup == 1
+    e.print(io.StringIO())
+    assert "no matmuls" in e.to_html()

@@ -1,0 +1,152 @@
+"""Through Inductor's own code generation, on CPU: numerics, layouts and features of Inductor."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import f8fx
+from f8fx import recording
+from f8fx.recipe import GemmSpec, QuantSpec
+from f8fx.torch_private import supports_rowwise_scaled_mm
+from tests.helpers import bf16, compiled, randn, sqnr
+
+pytestmark = pytest.mark.slow
+
+#: tensorwise with e4m3 gradients: e5m2 has 2 bits of mantissa, not enough for 20 dB
+E4M3 = f8fx.Recipe(
+    "tensorwise, e4m3 gradients",
+    output=GemmSpec(use_fast_accum=True),
+    grad_input=GemmSpec(),
+    grad_weight=GemmSpec(),
+)
+
+
+class Block(nn.Module):
+    """Norm, two layers that share their input, a gated product, a biased layer, a residual."""
+
+    def __init__(self, dim=64, hidden=96):
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def gradients(model, call, x, grad):
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = call(x)
+    y.backward(grad)
+    return {"output": y.detach(), "input": x.grad, **{n: p.grad.clone() for n, p in model.named_parameters()}}
+
+
+def torchao_compiled(model, config):
+    torchao = pytest.importorskip("torchao.float8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        converted = torchao.convert_to_float8_training(copy.deepcopy(model), config=config)
+    torch._dynamo.reset()
+    return converted, torch.compile(converted)
+
+
+@pytest.mark.parametrize("recipe", ["e4m3", "rowwise", "rowwise_with_gw_hp"])
+def test_sqnr_against_bf16_and_torchao(recipe):
+    """Above 20 dB everywhere, and at most 0.5 dB below the same model through compiled torchao."""
+    torch.manual_seed(0)
+    model = Block().to(bf16)
+    x, grad = randn(2, 32, 64, grad=False), randn(2, 32, 64, grad=False, seed=1)
+    reference = gradients(model, model, x, grad)
+    own = E4M3 if recipe == "e4m3" else recipe
+    ours = gradients(model, compiled(model, recipe=own, executor="inductor"), x, grad)
+    quality = {name: sqnr(want, ours[name]) for name, want in reference.items()}
+    assert min(quality.values()) > 20, quality
+    if recipe != "e4m3" and not supports_rowwise_scaled_mm("cpu"):
+        return  # torchao's rowwise recipes do not run on this torch's CPU
+    from torchao.float8 import CastConfig, Float8LinearConfig
+
+    if recipe == "e4m3":
+        config = Float8LinearConfig(cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn))
+    else:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+    converted, call = torchao_compiled(model, config)
+    theirs = gradients(converted, call, x, grad)
+    for name, want in reference.items():
+        assert quality[name] > sqnr(want, theirs[name]) - 0.5, name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_generated_code_agrees_with_eager(recipe):
+    """Odd sizes, so that padding, slicing and ragged contraction go through code generation too.
+
+    Inductor keeps fused intermediates in float32 where eager rounds to bfloat16, hence a tolerance.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 50), nn.Sigmoid(), nn.Linear(50, 16)).to(bf16)
+    x, grad = randn(5, 30, grad=False), randn(5, 16, grad=False, seed=1)
+    eager = gradients(model, compiled(model, recipe=recipe), x, grad)
+    generated = gradients(model, compiled(model, recipe=recipe, executor="inductor"), x, grad)
+    for name, want in eager.items():
+        assert sqnr(want, generated[name]) > 25, name
+
+
+def test_dynamic_sizes():
+    torch.manual_seed(0)
+    model = nn.Linear(32, 48, dtype=bf16)
+    f8 = compiled(model, executor="inductor", dynamic=True)
+    with recording() as reports:
+        for m in (16, 7, 33):
+            x = randn(m, 32)
+            y = f8(x)
+            y.backward(torch.ones_like(y))
+            assert sqnr(model(x.detach()).detach(), y.detach()) > 20 and x.grad.shape == (m, 32)
+    assert len(reports) == 1
+
+
+def test_modes_and_inductor_options_reach_inductor():
+    model = nn.Linear(32, 48, dtype=bf16)
+    seen = []
+    from torch._inductor import config
+
+    class Spy(f8fx.torch_private.CustomGraphPass):
+        def __call__(self, graph):
+            seen.append((config.max_autotune, config.epilogue_fusion))
+
+        def uuid(self):
+            return None
+
+    torch._dynamo.reset()
+    f8 = torch.compile(
+        model,
+        backend="f8fx",
+        options={"select": "all", "inductor": {"max_autotune": True, "joint_custom_pre_pass": Spy()}},
+    )
+    f8(randn(16, 32, grad=False))
+    assert seen == [(True, config.epilogue_fusion)]
+    assert config.max_autotune is False  # per compile, not global
+
+
+def test_inference_of_a_shared_input_casts_it_once():
+    """Inductor's CPU code for q, k, v holds one cast of the input."""
+    from torch._inductor.utils import run_and_get_code
+
+    class Qkv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(64, 64, bias=False, dtype=bf16) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x), self.k(x), self.v(x)
+
+    with torch.no_grad():
+        _, codes = run_and_get_code(compiled(Qkv(), executor="inductor"), randn(48, 64, grad=False))
+    assert codes[0].count("empty_strided_cpu((48, 64), (64, 1), torch.float8_e4m3fn)") == 1
+    assert codes[0].count("empty_strided_cpu((64, 64), (64, 1), torch.float8_e4m3fn)") == 3

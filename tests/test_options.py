@@ -1,0 +1,116 @@
+"""Options: every key and value is checked, and the message says what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import f8fx
+from f8fx import OptionError, Options, Recipe
+from f8fx.recipe import PRESETS
+from tests.helpers import bf16, compiled, randn
+
+
+def test_defaults():
+    options = Options.parse()
+    assert options == Options()
+    assert (options.recipe.name, options.select, options.pad) == ("tensorwise", "auto", "auto")
+    assert (options.strict, options.executor, options.target) == (False, "inductor", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recipes": "rowwise"}, "unknown option 'recipes'; did you mean 'recipe'"),
+        ({"recipe": "rowise"}, "unknown recipe 'rowise'; did you mean 'rowwise'"),
+        ({"recipe": 3}, "recipe must be the name of one"),
+        ({"select": "al"}, "unknown value of select: 'al'; did you mean 'all'"),
+        ({"pad": "always"}, "unknown value of pad: 'always'"),
+        ({"executor": "eagr"}, "did you mean 'eager'"),
+        ({"target": "h10"}, "target: .*h100"),
+        ({"target": 7}, "target"),
+        ({"filter_fqns": "output"}, "filter_fqns must be a list of substrings"),
+        ({"only_fqns": [""]}, "only_fqns must hold non-empty strings"),
+        ({"filter_fn": "x"}, "filter_fn must be a function"),
+        ({"strict": 1}, "strict must be True or False"),
+        ({"verbose": "yes"}, "verbose must be True or False"),
+        ({"inductor": ["max_autotune"]}, "inductor must be a dict"),
+        ({"inductor": {"max_autotun": True}}, "unknown Inductor option 'max_autotun'; did you mean 'max_autotune'"),
+        ({"filter_fqns": ["auto_filter_small_kn"], "select": "all"}, 'means select="auto"'),
+    ],
+)
+def test_what_is_wrong_is_said(given, message):
+    with pytest.raises(OptionError, match=message):
+        Options.parse(given)
+
+
+def test_options_reach_the_user_through_torch_compile():
+    model = torch.compile(nn.Linear(16, 16), backend=f8fx.f8fx, options={"recipee": "rowwise"})
+    with pytest.raises(Exception, match="did you mean 'recipe'"):
+        model(torch.zeros(1, 16))
+
+
+def test_torchtitan_auto_filter_means_auto():
+    options = Options.parse({"filter_fqns": ["output", "auto_filter_small_kn"]})
+    assert options.select == "auto" and options.filter_fqns == ("output",)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_mode_can_be_a_recipe(name):
+    assert Options.parse(None, name).recipe is PRESETS[name]
+
+
+def test_mode_can_be_an_inductor_mode_a_recipe_or_both():
+    both = Options.parse(None, "max-autotune+rowwise")
+    assert both.recipe.name == "rowwise" and both.inductor["max_autotune"] is True
+    assert Options.parse(None, "rowwise+max-autotune") == both
+    assert Options.parse(None, "reduce-overhead").inductor["triton.cudagraphs"] is True
+    assert Options.parse(None, "default") == Options()
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("rowise", "unknown mode 'rowise'; did you mean 'rowwise'"),
+        ("rowwise+tensorwise", "names two recipes"),
+        ("max-autotune+reduce-overhead", "names two Inductor modes"),
+        (3, "mode must be a string"),
+    ],
+)
+def test_bad_modes(mode, message):
+    with pytest.raises(OptionError, match=message):
+        Options.parse(None, mode)
+
+
+def test_a_recipe_in_mode_and_options_must_agree():
+    with pytest.raises(OptionError, match="give one"):
+        Options.parse({"recipe": "rowwise"}, "tensorwise")
+    assert Options.parse({"recipe": "rowwise"}, "rowwise").recipe.name == "rowwise"
+
+
+def test_explicit_inductor_options_win_over_the_mode():
+    options = Options.parse({"inductor": {"max_autotune": False}}, "max-autotune")
+    assert options.inductor["max_autotune"] is False
+
+
+def test_own_recipe_is_used():
+    recipe = Recipe("mine", grad_input=None, grad_weight=None)
+    with f8fx.recording() as reports:
+        compiled(nn.Linear(32, 32, dtype=bf16), recipe=recipe)(randn(16, 32)).sum().backward()
+    assert reports[0].recipe == "mine" and (reports[0].converted, reports[0].skipped) == (1, 2)
+
+
+def test_unknown_backend_arguments_are_named():
+    gm = torch.fx.symbolic_trace(lambda x: (x + 1,))
+    with pytest.warns(UserWarning, match="ignoring unknown backend arguments \\['colour'\\]"):
+        f8fx.f8fx(gm, [torch.zeros(1)], options={"executor": "eager"}, colour="blue")
+
+
+def test_float32_is_converted_when_the_recipe_says_so():
+    recipe = PRESETS["tensorwise"].replace(convert_dtypes=(torch.float32,))
+    with f8fx.recording() as reports:
+        x = randn(16, 32, dtype=torch.float32)
+        y = compiled(nn.Linear(32, 32), recipe=recipe)(x)
+        y.sum().backward()
+    assert reports[0].converted == 3 and y.dtype == x.grad.dtype == torch.float32

@@ -1,0 +1,115 @@
+"""Properties over shapes, dtypes, layouts and options (hypothesis)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from f8fx import Options, recording
+from f8fx.kernels import cast
+from f8fx.recipe import PRESETS
+from tests.helpers import compiled, randn, sqnr
+
+SIZES = st.sampled_from([1, 2, 3, 8, 15, 16, 17, 31, 32, 48, 65])
+FP8 = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+HIGH = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+slow = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def matrices(draw):
+    """A matrix of any small shape, dtype, magnitude and strides."""
+    rows, columns = draw(SIZES), draw(SIZES)
+    magnitude = 10.0 ** draw(st.integers(-6, 4))
+    x = randn(rows * 2, columns * 2, dtype=torch.float32, grad=False, seed=draw(st.integers(0, 99)))
+    x = (x * magnitude).to(draw(HIGH))
+    layout = draw(st.sampled_from(["contiguous", "strided", "transposed", "expanded"]))
+    if layout == "contiguous":
+        return x[:rows, :columns].contiguous()
+    if layout == "strided":
+        return x[::2, ::2][:rows, :columns]
+    if layout == "transposed":
+        return x[:columns, :rows].t()
+    return x[:1, :columns].expand(rows, columns)
+
+
+@quick
+@given(x=matrices(), dtype=FP8, dim=st.sampled_from([None, 0, 1]), power_of_2=st.booleans())
+def test_quantize_is_within_half_a_unit_and_uses_the_range(x, dtype, dim, power_of_2):
+    scale = cast.scale(cast.amax(x, dim), dtype, power_of_2)
+    data = cast.quantize(x, scale, dtype, dim, False, [1, 1])
+    assert data.is_contiguous() and data.shape == x.shape and torch.isfinite(data.float()).all()
+    error = (cast.dequantize(data, scale, torch.float32, dim) - x.float()).abs()
+    # relative to the number itself for normals, to the smallest step below them
+    half_unit = torch.finfo(dtype).eps / 2
+    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / cast.broadcast(scale, dim)
+    assert (error <= x.float().abs() * half_unit * 1.01 + step).all()
+
+
+@quick
+@given(x=matrices(), dtype=FP8, align=st.tuples(st.sampled_from([1, 16]), st.sampled_from([1, 16])))
+def test_transposed_and_padded_copies_hold_the_same_bytes(x, dtype, align):
+    scale = cast.scale(cast.amax(x, None), dtype, False)
+    plain = cast.quantize(x, scale, dtype, None, False, [1, 1]).view(torch.uint8)
+    both = cast.quantize(x, scale, dtype, None, True, list(align)).view(torch.uint8)
+    rows, columns = x.shape
+    assert torch.equal(both[:columns, :rows], plain.t())
+    assert both.shape[0] % align[0] == 0 and both.shape[1] % align[1] == 0
+    assert both[columns:].sum() == 0 and both[:, rows:].sum() == 0
+
+
+@slow
+@given(
+    m=SIZES,
+    k=SIZES,
+    n=SIZES,
+    recipe=st.sampled_from(sorted(PRESETS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    bias=st.booleans(),
+)
+def test_any_linear_converts_and_stays_close(m, k, n, recipe, dtype, bias):
+    """Every shape is legal once padded; result and gradients agree with high precision.
+
+    e4m3 rounds to 4 bits (about 28 dB on a gaussian), e5m2 gradients to 3 (about 22); short
+    contractions average less, so the bound is 15 dB.
+    """
+    x, w = randn(m, k, dtype=dtype, seed=1), randn(n, k, dtype=dtype, seed=2)
+    b = randn(n, dtype=dtype, seed=3) if bias else None
+    with recording() as reports:
+        y = compiled(F.linear, recipe=recipe)(x, w, b)
+        grad = randn(m, n, dtype=dtype, grad=False, seed=4)
+        y.backward(grad)
+    skipped = {d.reason for d in reports[0].decisions if not d.converted}
+    assert skipped <= {"kept in high precision by the recipe"}, skipped
+    xr, wr = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    yr = F.linear(xr, wr, None if b is None else b.detach().double())
+    yr.backward(grad.double())
+    for want, got in ((yr, y), (xr.grad, x.grad), (wr.grad, w.grad)):
+        assert sqnr(want.detach(), got.detach()) > 15
+
+
+@quick
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "recipe": st.sampled_from(sorted(PRESETS)),
+            "select": st.sampled_from(["auto", "all"]),
+            "filter_fqns": st.lists(st.sampled_from(["lm_head", "auto_filter_small_kn", "x"]), max_size=2),
+            "pad": st.sampled_from(["auto", "never"]),
+            "strict": st.booleans(),
+            "target": st.sampled_from([None, "h100", "B200"]),
+        },
+    )
+)
+def test_options_parse_or_say_why(given_options):
+    try:
+        options = Options.parse(given_options)
+    except ValueError as error:
+        assert "auto_filter_small_kn" in str(error) and given_options["select"] == "all"
+        return
+    assert "auto_filter_small_kn" not in options.filter_fqns
+    assert hash(options.decision_key()) == hash(Options.parse(given_options).decision_key())

@@ -1,0 +1,77 @@
+"""Recipes: torchao's meaning, and a sentence for every combination that means nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from f8fx import GemmSpec, QuantSpec, Recipe
+from f8fx.recipe import PRESETS, ROLE_OPERANDS, ROLES
+
+torchao = pytest.importorskip("torchao.float8")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_mean_what_torchao_means(name):
+    config = torchao.Float8LinearConfig.from_recipe_name(name)
+    assert Recipe.from_torchao(config) is PRESETS[name]
+
+
+def test_eps_is_torchaos():
+    from torchao.float8.float8_utils import EPS
+
+    from f8fx.recipe import EPS as OURS
+
+    assert OURS == EPS
+
+
+def test_from_torchao_keeps_details():
+    base = torchao.Float8LinearConfig()
+    config = dataclasses.replace(base, round_scales_to_power_of_2=True)
+    recipe = Recipe.from_torchao(config)
+    assert recipe.output.left.power_of_2_scale and recipe.name == "torchao"
+    assert recipe.grad_input.left.dtype == "e5m2"
+
+
+@pytest.mark.parametrize("setting", ["emulate", "enable_fsdp_float8_all_gather"])
+def test_from_torchao_refuses_what_a_graph_cannot_do(setting):
+    config = dataclasses.replace(torchao.Float8LinearConfig(), **{setting: True})
+    with pytest.raises(ValueError, match=setting):
+        Recipe.from_torchao(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: QuantSpec("e4m4"), "QuantSpec.dtype must be one of 'e4m3', 'e5m2', got 'e4m4'; did you mean 'e4m3'"),
+        (lambda: QuantSpec(granularity="row"), "did you mean 'rowwise'"),
+        (lambda: QuantSpec(scaling="delayed"), "QuantSpec.scaling must be one of 'dynamic'"),
+        (lambda: GemmSpec(QuantSpec("e5m2"), QuantSpec("e5m2")), "e5m2 x e5m2"),
+        (lambda: Recipe(output=None, grad_input=None, grad_weight=None), "every gemm is None"),
+        (lambda: Recipe(output="fp8"), "must be a GemmSpec or None"),
+        (lambda: Recipe(convert_dtypes=(torch.int8,)), "convert_dtypes must name some of"),
+        (lambda: Recipe(convert_dtypes=()), "convert_dtypes must name some of"),
+        (lambda: Recipe.named("rowise"), "did you mean 'rowwise'"),
+    ],
+)
+def test_impossible_combinations_say_why(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_operands_by_kind():
+    recipe = Recipe.named("tensorwise")
+    for role in ROLES:
+        for kind in ROLE_OPERANDS[role]:
+            assert recipe.operand(role, kind) is not None
+    with pytest.raises(ValueError, match="not grad_output"):
+        recipe.operand("output", "grad_output")
+    assert Recipe.named("rowwise_with_gw_hp").operand("grad_weight", "input") is None
+
+
+def test_recipes_are_values():
+    assert Recipe.named("rowwise") == Recipe.named("rowwise").replace()
+    assert hash(Recipe.named("rowwise")) == hash(Recipe.named("rowwise").replace())
+    assert Recipe.named("rowwise").replace(name="other") != Recipe.named("rowwise")
