@@ -66,7 +66,9 @@ def commit() -> tuple[str, bool | None]:
     """The git commit of the code and whether files differ from it; ``F8FX_COMMIT`` where there is no git."""
 
     def git(*args: str) -> str:
-        done = subprocess.run(("git", *args), cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(
+            ("git", *args), cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+        )
         return done.stdout.strip()
 
     try:
@@ -100,7 +102,7 @@ def _smi(fields: Sequence[str]) -> list[str] | None:
     if not torch.cuda.is_available():
         return None
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    chosen = ["-i", f"GPU-{uuid}"] if uuid is not None else []
+    chosen = ["-i", f"GPU-{str(uuid).removeprefix('GPU-')}"] if uuid is not None else []
     command = ["nvidia-smi", *chosen, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -282,7 +284,8 @@ def run_cases(
 ) -> bool:
     """Measures the cases that are not yet on record; whether all are at the end.
 
-    A case is not begun if the longest one so far would not fit into what is left of the budget.
+    A case is not begun if the longest one so far would not fit into what is left of the budget. An
+    interrupt (Ctrl-C) ends the run like a budget that is used up.
     """
     longest = 0.0
     todo = [case for case in cases if not recorder.has(**case)]
@@ -293,7 +296,11 @@ def run_cases(
             console.print(f"Out of time: {len(todo) - index} cases left; run again to go on.")
             return False
         start = time.monotonic()
-        row = {**case, **measure(**case)}
+        try:
+            row = {**case, **measure(**case)}
+        except KeyboardInterrupt:
+            console.print(f"Interrupted: {len(todo) - index} cases left; run again to go on.")
+            return False
         longest = max(longest, time.monotonic() - start)
         recorder.add(row)
         label = " ".join(f"{key}={value}" for key, value in case.items())

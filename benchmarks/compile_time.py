@@ -244,11 +244,21 @@ def grids(result: dict[str, Any]) -> list[Grid]:
             show(row["pass_seconds"], ".3f"),
             show(row["f8fx_seconds"], ".3f"),
             show(100 * row["share"], ".2f") + " %",
+            show(100 * row["f8fx_seconds"] / row["plain_seconds"], ".2f") + " %",
         )
         for row in result["rows"]
         if row["part"] == "compile"
     )
-    headers = ("", "converted", "bf16 compile s", "f8fx compile s", "passes s", "all of f8fx s", "share")
+    headers = (
+        "",
+        "converted",
+        "bf16 compile s",
+        "f8fx compile s",
+        "passes s",
+        "all of f8fx s",
+        "share",
+        "of bf16",
+    )
     if compiles:
         tables.append(Grid("Share of a cold compile, forward and backward", headers, compiles))
     return tables

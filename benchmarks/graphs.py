@@ -42,7 +42,7 @@ def traced(config: DecoderConfig, seq: int, layers: int = 1) -> fx.Graph:
     graphs: list[fx.Graph] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        executor.compile_eager(gm, inputs, graphs.append, lambda *_: None)
+        executor.compile_eager(gm, inputs, graphs.append)
         return gm.forward
 
     default = torch.get_default_dtype()
@@ -107,7 +107,7 @@ def stack(block: fx.Graph, layers: int) -> fx.Graph:
         copy_body(layer, is_backward=True)
         grad = copies[layer][gradients[primals.index(stream)]]
     grads = [copy[g] for copy in copies for p, g in zip(primals, gradients, strict=True) if p is not stream]
-    graph.output(((last, grad, *grads)))
+    graph.output((last, grad, *grads))
     return graph
 
 
@@ -119,7 +119,10 @@ def _of_layer(meta: dict[str, Any], layer: int, steps: int) -> dict[str, Any]:
     for key in ("nn_module_stack", "fwd_nn_module_stack"):
         if key in meta:
             meta[key] = {
-                name.replace("layers_0", f"layers_{layer}"): (path.replace("layers.0", f"layers.{layer}"), kind)
+                name.replace("layers_0", f"layers_{layer}"): (
+                    path.replace("layers.0", f"layers.{layer}"),
+                    kind,
+                )
                 for name, (path, kind) in meta[key].items()
             }
     return meta

@@ -68,10 +68,22 @@ def measure(m: int, k: int, n: int, recipe: str, device: str = "cuda", seconds: 
 
 def grids(result: dict[str, Any]) -> list[Grid]:
     """One table for each recipe: times faster than bf16, and than torchao."""
-    headers = ("M", "K", "N", "bf16 ms", "torchao / bf16", "f8fx / bf16", "f8fx / torchao", "auto / bf16", "auto")
+    headers = (
+        "M",
+        "K",
+        "N",
+        "bf16 ms",
+        "torchao / bf16",
+        "f8fx / bf16",
+        "f8fx / torchao",
+        "auto / bf16",
+        "auto",
+    )
     tables = []
     for recipe in variants.RECIPES:
-        rows = sorted((r for r in result["rows"] if r["recipe"] == recipe), key=lambda r: (r["m"], r["k"], r["n"]))
+        rows = sorted(
+            (r for r in result["rows"] if r["recipe"] == recipe), key=lambda r: (r["m"], r["k"], r["n"])
+        )
         cells = [(*(str(row[key]) for key in ("m", "k", "n")), *_cells(row)) for row in rows]
         if cells:
             tables.append(Grid(f"{recipe}: speedups (above 1 is faster)", headers, tuple(cells)))
@@ -93,9 +105,16 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     medians = {
         recipe: {
             f"{name}/{over}": common.median(
-                s for r in rows if r["recipe"] == recipe and (s := variants.speedup(r, name, over)) is not None
+                s
+                for r in rows
+                if r["recipe"] == recipe and (s := variants.speedup(r, name, over)) is not None
             )
-            for name, over in (("torchao", "bf16"), ("f8fx", "bf16"), ("f8fx", "torchao"), ("f8fx_auto", "bf16"))
+            for name, over in (
+                ("torchao", "bf16"),
+                ("f8fx", "bf16"),
+                ("f8fx", "torchao"),
+                ("f8fx_auto", "bf16"),
+            )
         }
         for recipe in variants.RECIPES
     }
@@ -104,9 +123,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 def print_verdicts(found: dict[str, Any]) -> None:
     """Prints where ``auto`` was wrong and what did not run."""
-    slower, missed, failed = (
-        found[key] for key in ("auto_slower_than_bf16", "auto_left_behind", "failed")
-    )
+    slower, missed, failed = (found[key] for key in ("auto_slower_than_bf16", "auto_left_behind", "failed"))
     console.print(f'\nselect="auto" slower than bf16: {len(slower)}; speed left behind: {len(missed)}')
     for entry in [*slower, *missed, *failed]:
         console.print(f"  {entry}", markup=False)

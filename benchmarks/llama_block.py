@@ -43,7 +43,9 @@ def cases(quick: bool) -> list[dict[str, Any]]:
     """8B first, checkpointing last; ``--quick`` leaves out what the rest predicts."""
     every = [(m, r, c) for c, m, r in itertools.product((False, True), MODELS, variants.RECIPES)]
     if quick:
-        every = [case for case in every if case[1] == "tensorwise" or case[0] == "llama3_8b" and not case[2]]
+        every = [
+            case for case in every if case[1] == "tensorwise" or (case[0] == "llama3_8b" and not case[2])
+        ]
     return [dict(zip(CASE, case, strict=True)) for case in every]
 
 
@@ -98,14 +100,21 @@ def grids(result: dict[str, Any]) -> list[Grid]:
             *(show(row["ms"].get(name)) for name in variants.NAMES),
             *(
                 show(variants.speedup(row, *pair))
-                for pair in (("torchao", "bf16"), ("f8fx", "bf16"), ("f8fx", "torchao"), ("f8fx_auto", "bf16"))
+                for pair in (
+                    ("torchao", "bf16"),
+                    ("f8fx", "bf16"),
+                    ("f8fx", "torchao"),
+                    ("f8fx_auto", "bf16"),
+                )
             ),
         )
         for label, row in zip(labels, rows, strict=True)
     )
     headers = ("", *(f"{name} ms" for name in variants.NAMES))
     ratios = ("torchao / bf16", "f8fx / bf16", "f8fx / torchao", "auto / bf16")
-    tables = [Grid("Forward and backward of one block; speedups (above 1 is faster)", (*headers, *ratios), speed)]
+    tables = [
+        Grid("Forward and backward of one block; speedups (above 1 is faster)", (*headers, *ratios), speed)
+    ]
     memory = tuple(
         (label, *(_mib(row, name, what) for what in ("saved", "peak") for name in variants.NAMES))
         for label, row in zip(labels, rows, strict=True)

@@ -67,7 +67,9 @@ def build(name: str, module: nn.Module, x: Tensor, grad: Tensor, recipe: str, sm
         options = {"recipe": recipe, "select": "auto" if name == "f8fx_auto" else "all", "strict": True}
         if smoke:
             options["executor"] = "eager"
-    compiled: Any = torch.compile(module, backend=backend, options=options or None, dynamic=False, fullgraph=True)
+    compiled: Any = torch.compile(
+        module, backend=backend, options=options or None, dynamic=False, fullgraph=True
+    )
     variant = Variant(compiled, list(module.parameters()), x, grad)
     with recording() as variant.reports:
         variant.step()

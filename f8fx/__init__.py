@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backend import PassError, f8fx
-    from .explain import Explanation, explain
+    from .explanation import ExplainError, Explanation, explain
     from .hardware import Hardware
-    from .install import install, installed, uninstall
+    from .installation import install, installed, uninstall
     from .options import OptionError, Options
     from .recipe import GemmSpec, QuantSpec, Recipe
     from .report import Decision, GemmInfo, GraphReport, recording
@@ -25,12 +25,13 @@ __version__ = "0.1.0"
 _HOME = {
     "PassError": "backend",
     "f8fx": "backend",
-    "Explanation": "explain",
-    "explain": "explain",
+    "ExplainError": "explanation",
+    "Explanation": "explanation",
+    "explain": "explanation",
     "Hardware": "hardware",
-    "install": "install",
-    "installed": "install",
-    "uninstall": "install",
+    "install": "installation",
+    "installed": "installation",
+    "uninstall": "installation",
     "OptionError": "options",
     "Options": "options",
     "GemmSpec": "recipe",
@@ -42,7 +43,27 @@ _HOME = {
     "recording": "report",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+__all__ = [
+    "Decision",
+    "ExplainError",
+    "Explanation",
+    "GemmInfo",
+    "GemmSpec",
+    "GraphReport",
+    "Hardware",
+    "OptionError",
+    "Options",
+    "PassError",
+    "QuantSpec",
+    "Recipe",
+    "__version__",
+    "explain",
+    "f8fx",
+    "install",
+    "installed",
+    "recording",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -103,12 +103,16 @@ def _explain(args: argparse.Namespace) -> int:
         )
     model, inputs = made
 
-    from f8fx.explain import explain
+    from f8fx.explanation import ExplainError, explain
 
     options: dict[str, Any] = {"recipe": args.recipe, "select": args.select}
     if args.target is not None:
         options["target"] = args.target
-    explanation = explain(model, *inputs, **options)
+    try:
+        explanation = explain(model, *inputs, **options)
+    except ExplainError as error:
+        print(f"f8fx explain: {error}", file=sys.stderr)
+        return 1
     if args.json == "-":
         print(json.dumps(explanation.to_dict(), indent=2))
     else:

@@ -16,7 +16,7 @@ from .explain_show import Group, bytes_text, grouped, pattern_of, seconds_text
 from .explain_style import SCRIPT, STYLE
 
 if TYPE_CHECKING:
-    from .explain import Explanation, Row
+    from .explanation import Explanation, Row
 
 _COLOURS = 8  #: Modules with a colour of their own in the first chart; the rest is "others".
 _SPEEDUPS = 30  #: Rows of the second chart.

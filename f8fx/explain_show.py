@@ -15,7 +15,7 @@ from rich.table import Table
 from .recipe import ROLES
 
 if TYPE_CHECKING:
-    from .explain import Explanation, Row
+    from .explanation import Explanation, Row
 
 #: Columns where output is no terminal and so has no width.
 _FILE_WIDTH = 140

@@ -1,5 +1,4 @@
 """The style sheet and the script of :mod:`f8fx.explain_html`'s page."""
-# ruff: noqa: E501
 
 STYLE = """
 :root { color-scheme: light dark;

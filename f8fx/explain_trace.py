@@ -20,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -299,7 +299,7 @@ def saved_bytes(forward: fx.Graph, outputs: int) -> int:
         for value in _values(node)
     }
     kept: dict[int, int] = {}
-    for node in forward.output_node().args[0][outputs:]:  # type: ignore[index]
+    for node in cast("Sequence[Any]", forward.output_node().args[0])[outputs:]:
         for value in _values(node) if isinstance(node, fx.Node) else ():
             if storage_key(value) not in free:
                 kept[storage_key(value)] = size_hint(value.untyped_storage().nbytes()) or 0

@@ -57,7 +57,8 @@ class Hardware:
         any_operand_layout: whether the *hardware's* float8 gemm takes every operand layout, or only
             both operands K-major ("NT": row-major left, column-major right). Note that the fake
             kernel of ``aten._scaled_mm`` (``torch._meta_registrations.meta_scaled_mm``, 2.13) asks
-            for NT on every device but the CPU, whatever the hardware can do.
+            for NT on every device but the CPU, whatever the hardware can do; so the passes make the
+            transposed copies everywhere, and the cost model counts them.
         bf16_flops, fp8_flops: dense peaks with float32 accumulation, FLOP/s; ``fp8_flops`` is 0
             where there is no float8.
         memory_bandwidth: bytes/s.

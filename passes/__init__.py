@@ -30,10 +30,11 @@ from f8fx.report import GraphReport
 from f8fx.torch_private import supports_rowwise_scaled_mm
 
 from .check import check, signature
+from .choice import Convert, decision
 from .describe import describe
 from .find import Find, backward_nodes
 from .quantize import Quantize
-from .select import Convert, Policy, Select, decision
+from .select import Policy, Select
 from .share import Share
 from .tags import Tags
 

@@ -40,6 +40,7 @@ _LEFT = {
     aten.mv.default: "matrix times vector",
     aten.addmv.default: "matrix times vector",
     aten._scaled_mm.default: "already float8",
+    aten._grouped_mm.default: "grouped matmul of experts",
 }
 _CASTS = frozenset((prims.convert_element_type.default, aten._to_copy.default))
 _COMPUTE = frozenset((*_GEMMS, *_LEFT))

@@ -12,6 +12,8 @@ dimensions (a transpose); anything else ends the walk. What is left is exact: th
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import fx
 
@@ -52,10 +54,10 @@ def _permutation(node: fx.Node) -> list[int]:
         return list(range(rank))[::-1]
     if node.target is aten.transpose.int:
         order = list(range(rank))
-        i, j = node.args[1] % rank, node.args[2] % rank  # type: ignore[operator]
+        i, j = cast("tuple[int, int]", node.args[1:3])
         order[i], order[j] = order[j], order[i]
         return order
-    return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
+    return [d % rank for d in cast("list[int]", node.args[1])]
 
 
 def _product(sizes: list) -> int | torch.SymInt:

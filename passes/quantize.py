@@ -31,10 +31,10 @@ from torch import fx
 from f8fx import ops
 from f8fx.recipe import QuantSpec, Recipe
 
+from .choice import ALIGNMENT, Convert
 from .gemm import Gemm, Operand
 from .operand import shape_of
 from .rewrite import Inserter, Provenance
-from .select import ALIGNMENT, Convert
 
 aten = torch.ops.aten
 prims = torch.ops.prims

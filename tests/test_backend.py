@@ -153,8 +153,8 @@ def test_a_users_own_failure_is_not_swallowed():
 def test_version_warning():
     assert check_version("2.13.0+cpu") is None
     assert check_version("2.11.1") is None
-    assert "older" in check_version("2.9.0")
-    assert "newer" in check_version("3.0.0a0+git1234")
+    for version in ("2.9.0", "2.12.1", "3.0.0a0+git1234"):
+        assert "tested on torch 2.11, 2.13, 2.15" in check_version(version)
 
 
 # -- installation
@@ -183,11 +183,10 @@ def test_install_puts_the_passes_on_the_stock_backend_and_uninstall_restores_it(
 
 def test_installed_is_a_block_and_nests():
     original = compile_fx_module().compile_fx
-    with recording() as reports:
-        with f8fx.installed(select="all", executor="eager"):
-            with f8fx.installed(select="all", executor="eager", recipe="rowwise"):
-                stock(Net())(randn(16, 32))
+    with recording() as reports, f8fx.installed(select="all", executor="eager"):
+        with f8fx.installed(select="all", executor="eager", recipe="rowwise"):
             stock(Net())(randn(16, 32))
+        stock(Net())(randn(16, 32))
     assert [r.recipe for r in reports] == ["rowwise", "tensorwise"]
     assert compile_fx_module().compile_fx is original
 

@@ -139,7 +139,7 @@ def test_a_failure_in_the_users_function_is_shown_and_is_exit_code_1(capsys: Cap
 
 
 def test_explain_writes_json_and_html(capsys: Capture, user_module: str, tmp_path: Path):
-    pytest.importorskip("f8fx.explain")
+    pytest.importorskip("f8fx.explanation")
     files = ["--json", str(tmp_path / "e.json"), "--html", str(tmp_path / "e.html")]
     assert main(["explain", f"{user_module}:good", "--target", "b200", "--recipe", "rowwise", *files]) == 0
     assert capsys.readouterr().out

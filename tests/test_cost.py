@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from f8fx import hardware
-from f8fx.cost import CostModel, K, M, N, PlannedGemm, PlannedOperand
-from f8fx.recipe import PRESETS, ROLES, GemmSpec, QuantSpec, Recipe, Role
+from f8fx.cost import CostModel, K, M, N
+from f8fx.plan import PlannedGemm, PlannedOperand, plan
+from f8fx.recipe import PRESETS, ROLES, GemmSpec, Recipe, Role
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "torchao_h100.json").read_text())
 H100 = CostModel(hardware.find("h100"))
@@ -193,7 +194,7 @@ def test_never_pays_without_float8_tensor_cores(gpu: str, name: str) -> None:
     assert not model.layer(65536, 16384, 16384, recipe).pays
     assert model.threshold(16384, 16384, recipe) is None
     assert not model.pad_pays(65536, 16384, 16384, recipe)
-    (verdict,) = model.plan([_linear("x", "w", 65536, 16384, 16384)[0]])
+    (verdict,) = plan(model, [_linear("x", "w", 65536, 16384, 16384)[0]])
     assert not verdict.convert
     assert verdict.reason == f"{gpu} has no float8 tensor cores"
 
@@ -253,11 +254,13 @@ def test_casts() -> None:
     )
 
 
-def test_any_operand_layout_saves_the_transposed_copies() -> None:
+def test_transposed_copies_are_paid_for_on_every_target() -> None:
+    """torch's ``_scaled_mm`` takes K-major operands only, also where the hardware would take any."""
     recipe, b200 = Recipe.named("tensorwise"), hardware.find("b200")
+    assert b200.any_operand_layout
     strict = CostModel(dataclasses.replace(b200, any_operand_layout=False))
     shape = (8192, 4096, 4096)
-    assert CostModel(b200).layer(*shape, recipe).float8_seconds < strict.layer(*shape, recipe).float8_seconds
+    assert CostModel(b200).layer(*shape, recipe) == strict.layer(*shape, recipe)
 
 
 def test_sharers_split_the_input() -> None:
@@ -324,7 +327,7 @@ def _linear(
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_plan_of_one_layer_is_layer(name: str) -> None:
     recipe = Recipe.named(name)
-    verdicts = H100.plan(_linear("x", "w", 16384, 8192, 8192, recipe))
+    verdicts = plan(H100, _linear("x", "w", 16384, 8192, 8192, recipe))
     roles: list[Role] = [role for role in ROLES if recipe.gemm(role) is not None]
     layer = H100.layer(16384, 8192, 8192, recipe, roles)
     assert all(v.convert for v in verdicts)
@@ -335,8 +338,8 @@ def test_plan_of_one_layer_is_layer(name: str) -> None:
 def test_plan_shares_the_casts_of_qkv() -> None:
     """Three layers that read one tensor pay its two copies and its amax once."""
     shape = (8192, 4096, 4096)
-    shared = H100.plan([g for name in "qkv" for g in _linear("x", name, *shape)])
-    apart = H100.plan([g for name in "qkv" for g in _linear(f"x.{name}", name, *shape)])
+    shared = plan(H100, [g for name in "qkv" for g in _linear("x", name, *shape)])
+    apart = plan(H100, [g for name in "qkv" for g in _linear(f"x.{name}", name, *shape)])
     assert all(v.convert for v in shared)
     saved = sum(v.float8_seconds for v in apart) - sum(v.float8_seconds for v in shared)
     assert saved == pytest.approx(2 * H100.cast_seconds(8192, 4096, 2, False, 2, amax_fused=True))
@@ -345,15 +348,15 @@ def test_plan_shares_the_casts_of_qkv() -> None:
 def test_plan_converts_in_company_what_it_would_not_alone() -> None:
     """A [4096 -> 1024] linear loses by itself at M = 3072, and gains beside others that share its input."""
     shape = (3072, 4096, 1024)
-    alone = H100.plan(_linear("x", "k", *shape))
-    together = H100.plan([g for name in "abcdef" for g in _linear("x", name, *shape)])
+    alone = plan(H100, _linear("x", "k", *shape))
+    together = plan(H100, [g for name in "abcdef" for g in _linear("x", name, *shape)])
     assert not any(v.convert for v in alone)
     assert all(v.convert for v in together)
 
 
 def test_plan_drops_small_layers_and_keeps_large_ones() -> None:
     small, large = _linear("x", "small", 256, 512, 512), _linear("y", "large", 16384, 8192, 8192)
-    verdicts = H100.plan([*small, *large])
+    verdicts = plan(H100, [*small, *large])
     assert [v.convert for v in verdicts] == [False] * 3 + [True] * 3
     assert verdicts[0].reason.startswith("too small: float8 would be 0.")
     assert len({v.reason for v in verdicts[:3]}) == 1, "a layer decides as a whole"
@@ -362,7 +365,7 @@ def test_plan_drops_small_layers_and_keeps_large_ones() -> None:
 def test_plan_may_drop_one_role() -> None:
     """Rowwise at a small M: the forward and grad_input pay, grad_weight with its column casts does not."""
     gemms = _linear("x", "w", 2048, 8192, 16384, Recipe.named("rowwise"))
-    verdicts = {gemm.role: verdict for gemm, verdict in zip(gemms, H100.plan(gemms), strict=True)}
+    verdicts = {gemm.role: verdict for gemm, verdict in zip(gemms, plan(H100, gemms), strict=True)}
     assert verdicts["output"].convert
     assert not verdicts["grad_weight"].convert
     assert verdicts["grad_weight"].reason.startswith("grad_weight alone loses: float8 would be 0.")
@@ -374,11 +377,11 @@ def test_plan_judges_a_layer_as_a_whole() -> None:
     w = PlannedOperand("w", 65536, 512, transposed=True, rowwise=True)
     gemm = PlannedGemm("grad_weight", 2048, 65536, 512, 2, True, False, (x, w), "layer")
     gain = H100.gemm_seconds(2048, 65536, 512, False) - H100.gemm_seconds(2048, 65536, 512, True)
-    two = H100.plan([gemm] * 2)
+    two = plan(H100, [gemm] * 2)
     assert 0 < 2 * gain < sum(verdict.cast_seconds for verdict in two)
     assert not any(verdict.convert for verdict in two)
     # Enough of them do.
-    assert all(verdict.convert for verdict in H100.plan([gemm] * 40))
+    assert all(verdict.convert for verdict in plan(H100, [gemm] * 40))
 
 
 def test_plan_never_loses() -> None:
@@ -388,19 +391,19 @@ def test_plan_never_loses() -> None:
         for i in range(40)
         for g in _linear(f"x{i // 3}", f"w{i}", 1024 + 512 * (i % 9), 4096, 1024 * (1 + i % 5))
     ]
-    kept = [v for v in H100.plan(gemms) if v.convert]
+    kept = [v for v in plan(H100, gemms) if v.convert]
     assert sum(v.float8_seconds for v in kept) < sum(v.high_seconds for v in kept)
 
 
 def test_one_tensor_as_both_operands() -> None:
     """x.T @ x needs one copy of x, once: both sides contract over the rows."""
     x = PlannedOperand("x", 16384, 8192, transposed=True, rowwise=False)
-    (verdict,) = H100.plan([PlannedGemm("output", 8192, 16384, 8192, 2, False, False, (x, x), "gram")])
+    (verdict,) = plan(H100, [PlannedGemm("output", 8192, 16384, 8192, 2, False, False, (x, x), "gram")])
     assert verdict.cast_seconds == pytest.approx(H100.cast_seconds(16384, 8192, 2, False, 1, False, True, 1))
 
 
 def test_plan_of_nothing() -> None:
-    assert H100.plan([]) == []
+    assert plan(H100, []) == []
 
 
 @pytest.mark.parametrize("sources", [3, 6000], ids=["everything shares", "pairs share"])
@@ -411,9 +414,9 @@ def test_plan_is_near_linear(sources: int) -> None:
         for i in range(6000)
         for g in _linear(f"x{i % sources}", f"w{i}", 2048, 1024 << (i % 3), 1024 << (i % 4))
     ]
-    H100.plan(gemms[:100])
+    plan(H100, gemms[:100])
     start = time.perf_counter()
-    verdicts = H100.plan(gemms)
+    verdicts = plan(H100, gemms)
     assert time.perf_counter() - start < 3
     assert {v.convert for v in verdicts} == {True, False}
 
@@ -424,16 +427,3 @@ def test_a_gemm_costs_microseconds() -> None:
     for _ in range(50_000):
         H100.gemm_seconds(4096, 4096, 4096, True)
     assert time.perf_counter() - start < 1  # 0.03 s here
-
-
-def test_e5m2_and_e4m3_copies_are_two_casts() -> None:
-    mixed = Recipe(
-        output=None,
-        grad_input=GemmSpec(left=QuantSpec("e5m2")),
-        grad_weight=GemmSpec(left=QuantSpec("e4m3")),
-    )
-    b200 = CostModel(hardware.find("b200"))
-    assert (
-        b200.layer(8192, 4096, 4096, mixed).float8_seconds
-        > b200.layer(8192, 4096, 4096, mixed.replace(grad_weight=mixed.grad_input)).float8_seconds
-    )

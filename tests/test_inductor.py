@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import f8fx
 from f8fx import recording
-from f8fx.recipe import GemmSpec, QuantSpec
+from f8fx.recipe import GemmSpec
 from f8fx.torch_private import supports_rowwise_scaled_mm
 from tests.helpers import bf16, compiled, randn, sqnr
 
@@ -80,7 +81,8 @@ def test_sqnr_against_bf16_and_torchao(recipe):
     converted, call = torchao_compiled(model, config)
     theirs = gradients(converted, call, x, grad)
     for name, want in reference.items():
-        assert quality[name] > sqnr(want, theirs[name]) - 0.5, name
+        # two exact results, as a bias gradient's, are both infinitely good
+        assert min(quality[name], 100) > min(sqnr(want, theirs[name]), 100) - 0.5, name
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -148,5 +150,5 @@ def test_inference_of_a_shared_input_casts_it_once():
 
     with torch.no_grad():
         _, codes = run_and_get_code(compiled(Qkv(), executor="inductor"), randn(48, 64, grad=False))
-    assert codes[0].count("empty_strided_cpu((48, 64), (64, 1), torch.float8_e4m3fn)") == 1
-    assert codes[0].count("empty_strided_cpu((64, 64), (64, 1), torch.float8_e4m3fn)") == 3
+    inputs = re.findall(r"_scaled_mm\((buf\d+),", codes[0])
+    assert len(inputs) == 3 and len(set(inputs)) == 1

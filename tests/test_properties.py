@@ -44,9 +44,10 @@ def test_quantize_is_within_half_a_unit_and_uses_the_range(x, dtype, dim, power_
     assert data.is_contiguous() and data.shape == x.shape and torch.isfinite(data.float()).all()
     error = (cast.dequantize(data, scale, torch.float32, dim) - x.float()).abs()
     # relative to the number itself for normals, to the smallest step below them
-    half_unit = torch.finfo(dtype).eps / 2
-    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / cast.broadcast(scale, dim)
-    assert (error <= x.float().abs() * half_unit * 1.01 + step).all()
+    # (not finfo.eps: torch 2.13 reports half of it for e5m2fnuz)
+    eps = 2.0 ** (-2 if "e5m2" in str(dtype) else -3)
+    step = torch.finfo(dtype).smallest_normal * eps / cast.broadcast(scale, dim)
+    assert (error <= x.float().abs() * (eps / 2) * 1.01 + step).all()
 
 
 @quick
@@ -83,7 +84,10 @@ def test_any_linear_converts_and_stays_close(m, k, n, recipe, dtype, bias):
         grad = randn(m, n, dtype=dtype, grad=False, seed=4)
         y.backward(grad)
     skipped = {d.reason for d in reports[0].decisions if not d.converted}
-    assert skipped <= {"kept in high precision by the recipe"}, skipped
+    allowed = {"kept in high precision by the recipe"}
+    if m == 1:  # Inductor decomposes tiny products of vectors: the forward then is no matmul
+        allowed.add("no forward matmul it is the gradient of")
+    assert skipped <= allowed, skipped
     xr, wr = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     yr = F.linear(xr, wr, None if b is None else b.detach().double())
     yr.backward(grad.double())

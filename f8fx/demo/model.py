@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from types import MappingProxyType
 
 import torch
@@ -80,9 +81,9 @@ class DecoderConfig:
         embeddings = self.vocab * self.dim * (1 if self.tied else 2)
         return self.layers * block + embeddings + self.dim
 
-    def replace(self, **changes: int | float | bool) -> DecoderConfig:
+    def replace(self, **changes: Any) -> DecoderConfig:
         """A copy with some sizes changed, checked like a new one."""
-        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(self, **changes)
 
     @staticmethod
     def named(name: str) -> DecoderConfig:

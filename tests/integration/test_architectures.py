@@ -19,6 +19,8 @@ from tests.integration.models import CASES
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
 BATCHED = "batched matmul of two activations"
 RUNS = [
     *((name, "tensorwise") for name in CASES),

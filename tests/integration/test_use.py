@@ -1,4 +1,4 @@
-"""One tiny Llama the ways people use a compiled model. Eager executor, every legal matmul converted."""
+"""A Llama of one layer the ways people use a compiled model. Eager executor, every legal matmul converted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from tests.integration.models import Batch, llama, llama_batch
 
 pytest.importorskip("transformers")
 
-LINEARS = 15
+LINEARS = 7 + 1
 ALL = 3 * LINEARS
 
 
 @pytest.fixture
-def model() -> nn.Module:
-    return copy.deepcopy(training.initial("llama"))
+def float32_model() -> nn.Module:
+    torch.manual_seed(0)
+    return llama(num_hidden_layers=1)
+
+
+@pytest.fixture
+def model(float32_model: nn.Module) -> nn.Module:
+    return float32_model.to(torch.bfloat16)
 
 
 @pytest.fixture
@@ -56,7 +62,10 @@ def test_backend_by_name(model: nn.Module, reports: list[GraphReport]):
     ("filters", "skipped"),
     [
         (["lm_head"], {"lm_head"}),
-        (["layers.0.mlp.", "lm_head"], {f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")} | {"lm_head"}),
+        (
+            [".mlp.", "lm_head"],
+            {*(f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")), "lm_head"},
+        ),
     ],
 )
 def test_filter_fqns(model: nn.Module, reports: list[GraphReport], filters: list[str], skipped: set[str]):
@@ -70,7 +79,7 @@ def test_filter_fqns(model: nn.Module, reports: list[GraphReport], filters: list
 
 def test_only_fqns(model: nn.Module, reports: list[GraphReport]):
     compiled(model, only_fqns=["self_attn"])(**batch()).loss.backward()
-    assert Counter(d.fqn.split(".")[-2] for d in reports[0].decisions if d.converted) == {"self_attn": 2 * 4 * 3}
+    assert Counter(d.fqn.split(".")[-2] for d in reports[0].decisions if d.converted) == {"self_attn": 4 * 3}
 
 
 def test_everything_filtered_is_the_model_itself(model: nn.Module):
@@ -91,9 +100,8 @@ def test_everything_filtered_is_the_model_itself(model: nn.Module):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_autocast_with_float32_parameters(reports: list[GraphReport], recipe: str):
-    torch.manual_seed(0)
-    model = llama()
+def test_autocast_with_float32_parameters(float32_model: nn.Module, reports: list[GraphReport], recipe: str):
+    model = float32_model
     reference = copy.deepcopy(model)
     forward = compiled(model, recipe=recipe)
     with torch.autocast("cpu", torch.bfloat16):
@@ -106,13 +114,11 @@ def test_autocast_with_float32_parameters(reports: list[GraphReport], recipe: st
     assert sqnr(gradients(reference), gradients(model)) > 15
 
 
-def test_float32_is_left_alone(reports: list[GraphReport]):
-    model = llama()
-    reference = copy.deepcopy(model)
-    loss = compiled(model)(**batch()).loss
-    loss.backward()
-    assert reports[0].reasons == {"float32 matmul": ALL}
-    assert loss.item() == pytest.approx(reference(**batch()).loss.item(), abs=1e-5)
+def test_float32_is_left_alone(float32_model: nn.Module, reports: list[GraphReport]):
+    with torch.no_grad():
+        logits, reference = (m(**batch()).logits for m in (compiled(float32_model), float32_model))
+    assert reports[0].reasons == {"float32 matmul": LINEARS}
+    assert sqnr(reference, logits) > 100
 
 
 # -- inference and training -----------------------------------------------------------------------
@@ -128,18 +134,10 @@ def test_inference(model: nn.Module, reports: list[GraphReport], mode):
     assert sqnr(reference, logits) > 20
 
 
-def test_inference_has_the_arithmetic_of_training(model: nn.Module):
-    forward = compiled(model)
-    trained = forward(**batch()).logits
-    with torch.no_grad():
-        inferred = forward(**batch()).logits
-    assert torch.equal(trained, inferred)
-
-
 def test_train_eval_switching(reports: list[GraphReport]):
     """Dropout is on or off with the mode; going back recompiles nothing."""
     torch.manual_seed(0)
-    model = llama(attention_dropout=0.5).to(torch.bfloat16)
+    model = llama(num_hidden_layers=1, attention_dropout=0.5).to(torch.bfloat16)
     forward = compiled(model)
     seen = []
     for training_mode in (True, False, True, False):
@@ -151,34 +149,44 @@ def test_train_eval_switching(reports: list[GraphReport]):
     assert torch.equal(*seen[1]) and torch.equal(seen[1][0], seen[3][0])
 
 
+def test_inference_has_the_bits_of_training(model: nn.Module):
+    forward = compiled(model)
+    trained = forward(**batch()).logits
+    with torch.no_grad():
+        inferred = forward(**batch()).logits
+    assert torch.equal(trained, inferred)
+
+
 def test_gradient_accumulation(model: nn.Module):
-    """Two forwards before one backward, in either order, give what one at a time gives."""
-    one_by_one = copy.deepcopy(model)
-    forward = compiled(one_by_one)
+    """Two forwards before two backwards give what one at a time gives."""
+    forward = compiled(model)
     for seed in (1, 2):
         forward(**batch(seed)).loss.backward()
-    forward = compiled(model)
+    one_by_one = gradients(model)
+    model.zero_grad()
     first, second = (forward(**batch(seed)).loss for seed in (1, 2))
     first.backward()
     second.backward()
-    assert torch.equal(gradients(one_by_one), gradients(model))
+    assert torch.equal(one_by_one, gradients(model))
 
 
 def test_backward_twice_with_retain_graph(model: nn.Module):
     loss = compiled(model)(**batch()).loss
     loss.backward(retain_graph=True)
-    once = gradients(model).clone()
+    once = gradients(model)
     loss.backward()
     assert torch.equal(gradients(model), 2 * once)
 
 
 def test_double_compile(model: nn.Module, reports: list[GraphReport]):
-    """The same model compiled again, with another recipe, is another graph."""
-    tensorwise = compiled(model)(**batch()).logits
-    rowwise = compiled(model, recipe="rowwise")(**batch()).logits
-    assert [r.recipe for r in reports] == ["tensorwise", "rowwise"]
+    """Compiled again: with another recipe another graph, with the same one the same bits."""
+    with torch.no_grad():
+        tensorwise = compiled(model)(**batch()).logits
+        rowwise = compiled(model, recipe="rowwise")(**batch()).logits
+        twice = compiled(compiled(model))(**batch()).logits
+    assert [r.recipe for r in reports] == ["tensorwise", "rowwise", "tensorwise"]
     assert not torch.equal(tensorwise, rowwise)
-    assert torch.equal(tensorwise, compiled(compiled(model))(**batch()).logits)
+    assert torch.equal(tensorwise, twice)
 
 
 # -- graphs ---------------------------------------------------------------------------------------
@@ -198,23 +206,23 @@ class Broken(nn.Module):
 
 
 def test_graph_break(model: nn.Module, reports: list[GraphReport]):
-    whole = copy.deepcopy(model)
     compiled(Broken(model), fullgraph=False)(**batch()).backward()
+    parted = gradients(model)
     parts = sorted((r.converted, r.skipped) for r in reports if r.total)
     assert parts == [(3, 0), (ALL - 3, 0)]
     named = {d.fqn for r in reports for d in r.decisions}
-    assert named == {f"model.{name}" for name in training.linear_names(whole)}
-    compiled(whole)(**batch()).loss.backward()
-    assert torch.equal(gradients(model), gradients(whole))
+    assert named == {f"model.{name}" for name in training.linear_names(model)}
+    model.zero_grad()
+    compiled(model)(**batch()).loss.backward()
+    assert torch.equal(parted, gradients(model))
 
 
-def test_per_layer_compile(model: nn.Module, reports: list[GraphReport]):
-    """One backend object for equal blocks: one compile, and names are local to the block."""
-    import f8fx
-
+def test_per_layer_compile(reports: list[GraphReport]):
+    """One backend object for equal blocks: few compiles, and names are local to the block."""
+    model = copy.deepcopy(training.initial("llama"))
     torch._dynamo.reset()
     for layer in model.model.layers:
-        layer.compile(backend=f8fx.f8fx, options={"select": "all", "executor": "eager", "strict": True})
+        layer.compile(backend="f8fx", options={"select": "all", "executor": "eager", "strict": True})
     model(**batch()).loss.backward()
     assert {r.converted for r in reports} == {21} and len(reports) <= 2
     assert {d.fqn for r in reports for d in r.decisions} == {
@@ -224,22 +232,30 @@ def test_per_layer_compile(model: nn.Module, reports: list[GraphReport]):
     }
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_dynamic_batch_and_length(model: nn.Module, reports: list[GraphReport], recipe: str):
-    """Few graphs, whatever the sizes: even, odd, one row; odd sizes are what grad_weight contracts over."""
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "graphs"),
+    [
+        # Dynamo makes a graph of its own for batch 1
+        ("tensorwise", [(2, 16), (3, 5), (4, 7), (1, 9), (1, 16)], 2),
+        ("rowwise", [(2, 16), (3, 5), (4, 7)], 1),
+    ],
+)
+def test_dynamic_batch_and_length(
+    model: nn.Module, reports: list[GraphReport], recipe: str, sizes: list[tuple[int, int]], graphs: int
+):
+    """Few graphs whatever the sizes, odd ones too: that is what a weight's gradient contracts over."""
     reference = copy.deepcopy(model)
     forward = compiled(model, recipe=recipe, dynamic=True)
-    for size in ((2, 16), (3, 5), (4, 7), (1, 9), (1, 16), (5, 1)):
+    for size in sizes:
         inputs = batch(batch=size[0], length=size[1])
         logits, expected = forward(**inputs).logits, reference(**inputs).logits
-        assert sqnr(expected, logits) > 20, size
-        for m, out in ((model, logits), (reference, expected)):
+        assert sqnr(expected.detach(), logits.detach()) > 20, size
+        for m, output in ((model, logits), (reference, expected)):
             m.zero_grad()
-            out.float().square().mean().backward()
+            output.float().square().mean().backward()
         assert sqnr(gradients(reference), gradients(model)) > 15, size
     assert all(d.converted for r in reports for d in r.decisions)
-    # batch 1 and length 1 are specialised by Dynamo
-    assert len(reports) <= 3
+    assert len(reports) == graphs
 
 
 def test_recompiles_for_another_size(model: nn.Module, reports: list[GraphReport]):

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -265,16 +263,3 @@ def _row(graph: int, d: Decision, total: float) -> Row:
         float8_seconds=decided,
         share=d.seconds / total if d.seconds is not None and total else None,
     )
-
-
-class _CallableModule(types.ModuleType):
-    """Makes ``f8fx.explain(...)`` work whichever of the two, module or function, the name holds.
-
-    Python puts a submodule, once imported, into the place of whatever its package had by that name.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
-        return explain(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule

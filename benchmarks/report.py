@@ -1,0 +1,229 @@
+"""Tables (Markdown) and pictures (PNG) from results: ``python -m benchmarks.report RESULT.json ...``.
+
+Writes ``RESULT.md`` and ``RESULT.png`` beside each JSON file, or into ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import compile_time, gpu, linear_sweep, llama_block, variants
+from .common import Grid, console
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Result = dict[str, Any]
+
+_INK, _LINES = "#333333", "#e4e4e4"
+_COLOURS = {"bf16": "#8a8a8a", "torchao": "#3b6fb6", "f8fx": "#e07b1a", "f8fx_auto": "#2f8f5b"}
+_PASS_COLOURS = ("#3b6fb6", "#2f8f5b", "#e07b1a", "#b64a7a", "#8a8a8a")
+_LABELS = {"f8fx": "f8fx, all", "f8fx_auto": "f8fx, auto"}
+
+GRIDS: dict[str, Callable[[Result], list[Grid]]] = {
+    linear_sweep.NAME: linear_sweep.grids,
+    llama_block.NAME: llama_block.grids,
+    compile_time.NAME: compile_time.grids,
+    gpu.NAME: gpu.grids,
+}
+
+
+def markdown(result: Result) -> str:
+    """The result as a page."""
+    stamp = result["stamp"]
+    changed = " with uncommitted changes" if stamp["uncommitted_changes"] else ""
+    versions = ", ".join(
+        f"{name} {stamp[name]}" for name in ("python", "torch", "triton", "torchao", "f8fx") if stamp[name]
+    )
+    device = stamp["device"] + (f", driver {stamp['driver']}" if stamp["driver"] else "")
+    if stamp["device_type"] == "cpu":
+        device += f", {stamp['cpus']} processors"
+    lines = [
+        f"# {result['name']}",
+        "",
+        f"{stamp['date']}, {device}.",
+        f"{versions}; commit {stamp['commit'][:12]}{changed}.",
+    ]
+    if stamp["clocks"]:
+        lines.append("Clocks before: " + ", ".join(f"{k} {v}" for k, v in stamp["clocks"].items()) + ".")
+    if not result["complete"]:
+        lines += ["", "**Not complete**: the run ended before all cases were measured."]
+    tables = [grid.markdown() for grid in GRIDS[result["name"]](result)]
+    summary = ["## Summary", "", "```json", json.dumps(result["summary"], indent=1), "```"]
+    return "\n".join([*lines, "", *tables, *summary]) + "\n"
+
+
+def picture(result: Result, path: Path) -> bool:
+    """Draws the result; false where there is nothing to draw."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    draw = _DRAW.get(result["name"])
+    if draw is None or not result["rows"]:
+        return False
+    figure = Figure(dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure, result)
+    stamp = result["stamp"]
+    figure.suptitle(
+        f"{result['name']}: {stamp['device']}, torch {stamp['torch']}, {stamp['date'][:10]}", fontsize=10
+    )
+    figure.savefig(path)
+    return True
+
+
+def _style(axes: Axes, title: str = "") -> None:
+    axes.grid(color=_LINES, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=8)
+    axes.set_title(title, fontsize=9, color=_INK)
+
+
+def _draw_sweep(figure: Figure, result: Result) -> None:
+    """Speedup over bf16 by the size of the forward gemm, one panel per recipe."""
+    recipes = [r for r in variants.RECIPES if any(row["recipe"] == r for row in result["rows"])]
+    figure.set_size_inches(4.2 * len(recipes), 3.8)
+    panels = figure.subplots(1, len(recipes), sharey=True, squeeze=False)[0]
+    for axes, recipe in zip(panels, recipes, strict=True):
+        rows = [row for row in result["rows"] if row["recipe"] == recipe]
+        for name in ("torchao", "f8fx", "f8fx_auto"):
+            points = [
+                (2 * row["m"] * row["k"] * row["n"], speed)
+                for row in rows
+                if (speed := variants.speedup(row, name, "bf16")) is not None
+            ]
+            if points:
+                hollow = "none" if name == "f8fx_auto" else _COLOURS[name]
+                axes.scatter(
+                    *zip(*points, strict=True),
+                    s=34 if name == "f8fx_auto" else 14,
+                    facecolors=hollow,
+                    edgecolors=_COLOURS[name],
+                    label=_LABELS.get(name, name),
+                )
+        axes.axhline(1, color=_COLOURS["bf16"], linewidth=1)
+        axes.set_xscale("log")
+        axes.set_xlabel("2 M K N of the forward gemm", fontsize=8)
+        _style(axes, recipe)
+    panels[0].set_ylabel("times faster than bf16", fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8)
+
+
+def _draw_block(figure: Figure, result: Result) -> None:
+    """Speedup, saved and peak bytes of each version relative to bf16, one group per case."""
+    rows = result["rows"]
+    labels = [
+        f"{row['model'].removeprefix('llama3_')} {row['recipe']}{', ckpt' if row['checkpointing'] else ''}"
+        for row in rows
+    ]
+    has_memory = any(row["memory"] for row in rows)
+    figure.set_size_inches(9, (2.2 + 0.42 * len(rows)) if has_memory else 3)
+    panels = figure.subplots(1, 3 if has_memory else 1, sharey=True, squeeze=False)[0]
+
+    def saved(row: Any, name: str, what: str) -> float | None:
+        memory = row["memory"]
+        both = name in memory and "bf16" in memory and memory["bf16"][what]
+        return memory[name][what] / memory["bf16"][what] if both else None
+
+    values: list[tuple[str, Callable[[Any, str], float | None]]] = [
+        ("times faster than bf16", lambda row, name: variants.speedup(row, name, "bf16")),
+        ("saved for backward / bf16", lambda row, name: saved(row, name, "saved")),
+        ("peak memory / bf16", lambda row, name: saved(row, name, "peak")),
+    ]
+    names = ("torchao", "f8fx", "f8fx_auto")
+    for axes, (title, value) in zip(panels, values[: len(panels)], strict=True):
+        for offset, name in enumerate(names):
+            found = [(index, v) for index, row in enumerate(rows) if (v := value(row, name)) is not None]
+            axes.barh(
+                [index + 0.26 * (offset - 1) for index, _ in found],
+                [v for _, v in found],
+                height=0.24,
+                color=_COLOURS[name],
+                label=_LABELS.get(name, name),
+            )
+        axes.axvline(1, color=_INK, linewidth=0.8)
+        _style(axes, title)
+    panels[0].set_yticks(range(len(rows)), labels)
+    panels[0].invert_yaxis()
+    panels[-1].legend(frameon=False, fontsize=8)
+
+
+def _draw_compile(figure: Figure, result: Result) -> None:
+    """Processor seconds against nodes, and where the time goes in the largest graphs."""
+    rows = [row for row in result["rows"] if row["part"] == "passes"]
+    figure.set_size_inches(9, 3.8)
+    lines, bars = figure.subplots(1, 2)
+    kinds = list(dict.fromkeys((row["recipe"], row["select"]) for row in rows))
+    for recipe, select in kinds:
+        points = sorted(
+            (row["nodes_in"], row["seconds"])
+            for row in rows
+            if (row["recipe"], row["select"]) == (recipe, select)
+        )
+        style = "-" if select == "all" else "--"
+        lines.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=f"{recipe}, {select}")
+    if rows:
+        nodes = sorted({row["nodes_in"] for row in rows})
+        slope = [compile_time.SECONDS_GOAL * n / compile_time.NODES_GOAL for n in nodes]
+        lines.plot(nodes, slope, color=_COLOURS["bf16"], linewidth=1, linestyle=":", label="goal, linear")
+    lines.set_xscale("log")
+    lines.set_yscale("log")
+    lines.set_xlabel("nodes of the joint graph", fontsize=8)
+    lines.set_ylabel("seconds in all passes", fontsize=8)
+    lines.legend(frameon=False, fontsize=7)
+    _style(lines)
+    largest = max((row["nodes"] for row in rows), default=0)
+    shown = [row for row in rows if row["nodes"] == largest]
+    for index, row in enumerate(shown):
+        left = 0.0
+        for name, colour in zip(compile_time.PASSES, _PASS_COLOURS, strict=True):
+            width = row["passes"].get(name, 0.0)
+            bars.barh(index, width, left=left, color=colour, label=name if index == 0 else None)
+            left += width
+    bars.set_yticks(range(len(shown)), [f"{row['recipe']}, {row['select']}" for row in shown])
+    bars.invert_yaxis()
+    bars.set_xlabel("seconds", fontsize=8)
+    bars.legend(frameon=False, fontsize=7)
+    _style(bars, f"{largest:,} nodes")
+
+
+_DRAW: dict[str, Callable[[Figure, Result], None]] = {
+    linear_sweep.NAME: _draw_sweep,
+    llama_block.NAME: _draw_block,
+    compile_time.NAME: _draw_compile,
+}
+
+
+def write(path: Path, out: Path | None = None) -> list[Path]:
+    """Writes the page and the picture of one result; the files written."""
+    result = json.loads(path.read_text())
+    folder = out or path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    page, image = folder / f"{path.stem}.md", folder / f"{path.stem}.png"
+    drawn = picture(result, image)
+    text = markdown(result)
+    if drawn:
+        text += f"\n![{result['name']}]({image.name})\n"
+    page.write_text(text)
+    return [page, *([image] if drawn else [])]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of benchmarks/results")
+    parser.add_argument("--out", type=Path, help="folder for the files (default: beside the result)")
+    args = parser.parse_args(argv)
+    for path in args.results:
+        for written in write(path, args.out):
+            console.print(f"Written to {written}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

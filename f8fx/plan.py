@@ -1,0 +1,197 @@
+"""Which gemms of a graph to convert, given that casts are shared.
+
+:mod:`f8fx.cost` knows what one gemm and one cast cost. A graph's gemms share casts (q, k and v read one
+input, a layer's gemms read each other's operands), so what one of them gains depends on which others
+are converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from .cost import CostModel
+from .recipe import ROLE_OPERANDS, Role
+
+
+@dataclass(frozen=True)
+class PlannedOperand:
+    """One operand of a gemm that could be converted.
+
+    Attributes:
+        key: what makes two operands one cast: the source tensor, and whatever else tells two casts of it
+            apart (the float8 format, say).
+        rows, cols: shape of the tensor as it lies in memory.
+        transposed: whether the gemm contracts over ``rows`` and so needs the transposed copy.
+        rowwise: whether it is scaled rowwise.
+        itemsize: bytes per element of the high-precision tensor.
+        amax_fused: whether the tensor's producer can compute the amax (a norm, an activation).
+    """
+
+    key: Hashable
+    rows: int
+    cols: int
+    transposed: bool
+    rowwise: bool
+    itemsize: int = 2
+    amax_fused: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedGemm:
+    """One gemm [m, k] x [k, n] that could be converted; gemms of one ``layer`` decide together."""
+
+    role: Role
+    m: int
+    k: int
+    n: int
+    itemsize: int
+    rowwise: bool
+    rescale: bool
+    operands: tuple[PlannedOperand, PlannedOperand]
+    layer: Hashable
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`plan` says of one gemm.
+
+    Attributes:
+        convert: whether to convert it.
+        high_seconds: of the gemm as it is.
+        float8_seconds: of the gemm in float8, its share of the casts included.
+        cast_seconds: that share.
+        reason: one short line for ``explain``.
+    """
+
+    convert: bool
+    high_seconds: float
+    float8_seconds: float
+    cast_seconds: float
+    reason: str
+
+
+def plan(model: CostModel, gemms: Sequence[PlannedGemm], drop: bool = True) -> list[Verdict]:
+    """Which of a graph's gemms to convert.
+
+    Every distinct cast is paid once and split evenly over the converted gemms that use it. The
+    start is everything converted. A role whose conversion costs more than it gains, counting only
+    casts that nobody else needs, is dropped; a layer that loses as a whole is dropped with all its
+    roles; then the layers that shared casts with what was dropped are looked at again, until
+    nothing changes.
+
+    Args:
+        drop: whether to drop anything; if not, the verdicts say what everything converted costs.
+
+    Returns:
+        One verdict per gemm, in their order.
+    """
+    return _Plan(model, gemms).run(drop)
+
+
+class _Plan:
+    """The state of one run of :func:`plan`: gemms, the casts they use, who still uses them."""
+
+    # A drop makes its neighbours' casts dearer, so layers are looked at again. Real graphs settle in
+    # two or three rounds; after this many, casts count as unshared, which ends it.
+    ROUNDS = 32
+
+    def __init__(self, model: CostModel, gemms: Sequence[PlannedGemm]) -> None:
+        self.model, self.gemms = model, gemms
+        self.high = [model.gemm_seconds(g.m, g.k, g.n, False, itemsize=g.itemsize) for g in gemms]
+        self.float8 = [model.gemm_seconds(g.m, g.k, g.n, True, g.rowwise, g.rescale) for g in gemms]
+        self.seconds: dict[Hashable, float] = {}
+        self.users: dict[Hashable, set[int]] = {}
+        self.items = [self._items(i, gemm) for i, gemm in enumerate(gemms)]
+        self.layers: dict[Hashable, list[int]] = {}
+        for i, gemm in enumerate(gemms):
+            self.layers.setdefault(gemm.layer, []).append(i)
+        self.dropped: dict[int, Verdict] = {}
+
+    def _items(self, index: int, gemm: PlannedGemm) -> list[Hashable]:
+        """The casts and amaxes that a gemm needs; enters their cost and this user."""
+        model, found = self.model, list[Hashable]()
+        for op, kind in zip(gemm.operands, ROLE_OPERANDS[gemm.role], strict=True):
+            cast, amax = (op.key, op.transposed, op.rowwise), (op.key, "amax")
+            if cast not in self.seconds:
+                self.seconds[cast] = model.cast_seconds(
+                    op.rows, op.cols, op.itemsize, op.rowwise, 1, op.amax_fused, False, int(op.transposed), kind
+                )
+            if not op.rowwise and amax not in self.seconds:
+                self.seconds[amax] = model.amax_seconds(op.rows, op.cols, op.itemsize, op.amax_fused)
+            found += [cast] if op.rowwise else [cast, amax]
+        found = list(dict.fromkeys(found))  # both operands may be one tensor
+        for item in found:
+            self.users.setdefault(item, set()).add(index)
+        return found
+
+    def _share(self, index: int, leaving: Sequence[int] = (), alone: bool = False) -> float:
+        """Seconds of a gemm's casts, each divided by the gemms that use it once ``leaving`` are gone."""
+        total = 0.0
+        if not leaving and not alone:
+            for item in self.items[index]:
+                total += self.seconds[item] / (len(self.users[item]) or 1)
+            return total
+        for item in self.items[index]:
+            users = self.users[item]
+            total += self.seconds[item] / (
+                1 if alone else max(len(users) - sum(i in users for i in leaving), 1)
+            )
+        return total
+
+    def _own(self, index: int, leaving: Sequence[int]) -> float:
+        """Seconds of the casts that no gemm but this one needs once ``leaving`` are gone."""
+        users = ((item, self.users[item]) for item in self.items[index])
+        return sum(self.seconds[item] for item, u in users if len(u) - sum(i in u for i in leaving) == 1)
+
+    def _verdict(self, index: int, convert: bool, reason: str, cast: float) -> Verdict:
+        return Verdict(convert, self.high[index], self.float8[index] + cast, cast, reason)
+
+    def _settle(self, layer: Hashable, alone: bool) -> set[Hashable]:
+        """Drops what a layer loses by; returns the casts that this makes dearer for their other users."""
+        active = [i for i in self.layers[layer] if i not in self.dropped]
+        losers: list[int] = []
+        for i in active:
+            if self.float8[i] + self._own(i, losers) > self.high[i]:
+                losers.append(i)
+        rest = [i for i in active if i not in losers]
+        gain = sum(self.high[i] - self.float8[i] - self._share(i, losers, alone) for i in rest)
+        dropped: dict[int, str] = {}
+        if rest and gain > 0:
+            for i in losers:
+                speedup = self.high[i] / (self.float8[i] + self._share(i))
+                dropped[i] = f"{self.gemms[i].role} alone loses: float8 would be {speedup:.2f}x"
+        elif active:
+            float8 = sum(self.float8[i] + self._share(i, (), alone) for i in active)
+            speedup = sum(self.high[i] for i in active) / float8
+            dropped = dict.fromkeys(active, f"too small: float8 would be {speedup:.2f}x")
+        for i, reason in dropped.items():
+            self.dropped[i] = self._verdict(i, False, reason, self._share(i))
+        for i in dropped:
+            for item in self.items[i]:
+                self.users[item].discard(i)
+        return {item for i in dropped for item in self.items[i]}
+
+    def run(self, drop: bool) -> list[Verdict]:
+        if not self.model.can_pay:
+            reason = f"{self.model.hardware.name} has no float8 tensor cores"
+            return [self._verdict(i, False, reason, self._share(i)) for i in range(len(self.gemms))]
+        dirty = list(self.layers) if drop else []
+        for turn in range(self.ROUNDS):
+            dearer: set[Hashable] = set()
+            for layer in dirty:
+                dearer |= self._settle(layer, alone=turn == self.ROUNDS - 1)
+            touched = {self.gemms[i].layer for item in dearer for i in self.users[item]}
+            dirty = [layer for layer in self.layers if layer in touched] if touched else []
+            if not dirty:
+                break
+        return self._verdicts()
+
+    def _verdicts(self) -> list[Verdict]:
+        verdicts = dict(self.dropped)
+        for gemms in self.layers.values():
+            kept = {i: self._share(i) for i in gemms if i not in self.dropped}
+            if kept:
+                speedup = sum(self.high[i] for i in kept) / sum(self.float8[i] + kept[i] for i in kept)
+                verdicts |= {i: self._verdict(i, True, f"pays: {speedup:.2f}x", kept[i]) for i in kept}
+        return [verdicts[i] for i in range(len(self.gemms))]

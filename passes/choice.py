@@ -1,0 +1,67 @@
+"""What `select` decides for a matmul, and what the rewriting passes act on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from f8fx.recipe import GemmSpec
+from f8fx.report import Decision
+
+from .gemm import Gemm, Size, Unmatched
+
+#: Both contracted and trailing sizes of a float8 gemm must be multiples of this (``_scaled_mm``).
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Convert:
+    """A matmul to rewrite, and how."""
+
+    gemm: Gemm
+    spec: GemmSpec
+    left_dtype: torch.dtype
+    right_dtype: torch.dtype
+    pad_k: bool = False
+    pad_n: bool = False
+    detail: str = ""
+    speedup: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A matmul to leave as it is, and why."""
+
+    gemm: Gemm | Unmatched
+    reason: str
+    detail: str = ""
+    speedup: float | None = None
+    seconds: float | None = None
+
+
+Choice = Convert | Skip
+
+
+def decision(choice: Choice) -> Decision:
+    """The choice as plain data for reports."""
+    gemm = choice.gemm
+    return Decision(
+        fqn=gemm.fqn,
+        role=gemm.role,
+        m=_plain(gemm.m),
+        k=_plain(gemm.k),
+        n=_plain(gemm.n),
+        converted=isinstance(choice, Convert),
+        reason="converted" if isinstance(choice, Convert) else choice.reason,
+        detail=choice.detail,
+        speedup=choice.speedup,
+        seconds=choice.seconds,
+    )
+
+
+def _plain(size: Size) -> int | str:
+    if isinstance(size, int):
+        return size if size >= 0 else "?"
+    return str(size)

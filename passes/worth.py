@@ -1,0 +1,211 @@
+"""The part of *select* that asks whether a legal conversion pays.
+
+Layers decide as a whole, forward and backward together, and share the casts of tensors they both
+read (:mod:`f8fx.plan`). A dynamic size counts with the value it was traced with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import fx
+
+from f8fx.cost import CostModel
+from f8fx.hardware import Hardware
+from f8fx.plan import PlannedGemm, PlannedOperand, Verdict, plan
+from f8fx.recipe import ROLES, Recipe, Role
+from f8fx.torch_private import size_hint
+
+from .choice import ALIGNMENT, Choice, Convert, Skip
+from .gemm import Gemm, Operand, Size
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Sizes of the layer ``[m, k] @ [k, n]`` and the roles that could be converted."""
+
+    m: int
+    k: int
+    n: int
+    dynamic: bool
+    roles: tuple[Role, ...]
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    verdict: Verdict
+    layer: _Layer
+    model: CostModel
+
+    @property
+    def speedup(self) -> float:
+        return self.verdict.high_seconds / max(self.verdict.float8_seconds, 1e-12)
+
+
+class Worth:
+    """Judges choices by the cost model.
+
+    Args:
+        recipe: decides what casts a gemm needs.
+        hardware_of: the hardware a matmul on a device is decided for.
+    """
+
+    def __init__(self, recipe: Recipe, hardware_of: Callable[[torch.device], Hardware]) -> None:
+        self.recipe = recipe
+        self.hardware_of = hardware_of
+
+    def decide(self, choices: Sequence[Choice]) -> list[Choice]:
+        """The choices with every conversion that does not pay turned into a skip."""
+        result = list(choices)
+        for index, choice, prediction in self._predictions(choices, drop=True):
+            if prediction is None:
+                result[index] = Skip(choice.gemm, "size known only at run time", 'select="all" converts')
+            else:
+                result[index] = self._judge(choice, prediction)
+        return result
+
+    def predict(self, choices: Sequence[Choice]) -> list[Choice]:
+        """The same choices, with what the cost model says of them."""
+        result = list(choices)
+        for index, choice, prediction in self._predictions(choices, drop=False):
+            if prediction is not None:
+                result[index] = replace(
+                    choice,
+                    detail=prediction.verdict.reason,
+                    speedup=prediction.speedup,
+                    seconds=prediction.verdict.high_seconds,
+                )
+        return result
+
+    def timed(self, choice: Choice) -> Choice:
+        """The choice with the seconds of its matmul as it is, where sizes are known."""
+        if choice.seconds is not None:
+            return choice
+        gemm = choice.gemm
+        sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
+        if any(size is None or size < 0 for size in sizes):
+            return choice
+        m, k, n = (int(size or 0) for size in sizes)
+        value = gemm.node.meta["val"]
+        batch = 1
+        for size in value.shape[:-2]:
+            batch *= size_hint(size) or 1
+        model = _cost_model(self.hardware_of(value.device))
+        # a batch fills the device like so many more rows
+        seconds = model.gemm_seconds(batch * m, k, n, False, itemsize=value.dtype.itemsize)
+        return replace(choice, seconds=seconds)
+
+    def _predictions(
+        self, choices: Sequence[Choice], drop: bool
+    ) -> Iterator[tuple[int, Convert, _Prediction | None]]:
+        """What every matmul that could be converted costs; ``None`` where sizes are unknown."""
+        by_hardware: dict[Hardware, list[tuple[int, Convert, PlannedGemm]]] = {}
+        layers = _layers(choice.gemm for choice in choices if isinstance(choice, Convert))
+        for index, choice in enumerate(choices):
+            if isinstance(choice, Convert):
+                planned = self._planned(choice)
+                if planned is None:
+                    yield index, choice, None
+                else:
+                    hardware = self.hardware_of(choice.gemm.device)
+                    by_hardware.setdefault(hardware, []).append((index, choice, planned))
+        for hardware, group in by_hardware.items():
+            model = _cost_model(hardware)
+            verdicts = plan(model, [planned for _, _, planned in group], drop)
+            for (index, choice, _), verdict in zip(group, verdicts, strict=True):
+                yield index, choice, _Prediction(verdict, layers[choice.gemm.layer], model)
+
+    def _judge(self, choice: Convert, prediction: _Prediction) -> Choice:
+        gemm, verdict, layer, model = choice.gemm, prediction.verdict, prediction.layer, prediction.model
+        speedup, seconds = prediction.speedup, verdict.high_seconds
+        detail = verdict.reason
+        if layer.dynamic:
+            threshold = model.threshold(layer.k, layer.n, self.recipe, layer.roles)
+            detail += "; never pays" if threshold is None else f"; pays for M >= {threshold}"
+        if not verdict.convert:
+            alone = "alone loses" in verdict.reason
+            reason = "casts would cost more than it gains" if alone else "too small"
+            return Skip(gemm, reason, detail, speedup, seconds)
+        if _is_odd(layer) and not model.pad_pays(layer.m, layer.k, layer.n, self.recipe, layer.roles):
+            why = f"K={layer.k}, N={layer.n}: padding would cost more than float8 gains"
+            return Skip(gemm, f"not a multiple of {ALIGNMENT}", why, speedup, seconds)
+        return replace(choice, detail=detail, speedup=speedup, seconds=seconds)
+
+    def _planned(self, choice: Convert) -> PlannedGemm | None:
+        gemm = choice.gemm
+        sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
+        if any(size is None for size in sizes):
+            return None
+        m, k, n = (int(size or 0) for size in sizes)
+        return PlannedGemm(
+            role=gemm.role,
+            m=m,
+            k=k,
+            n=n,
+            itemsize=gemm.dtype.itemsize,
+            rowwise=choice.spec.is_rowwise,
+            rescale=choice.spec.scales_after_gemm,
+            operands=(
+                self._planned_operand(gemm, gemm.left, m, k, contracted=1),
+                self._planned_operand(gemm, gemm.right, k, n, contracted=0),
+            ),
+            layer=gemm.layer,
+        )
+
+    def _planned_operand(
+        self, gemm: Gemm, operand: Operand, rows: int, columns: int, contracted: int
+    ) -> PlannedOperand:
+        spec = self.recipe.operand(gemm.role, operand.kind)
+        assert spec is not None  # the recipe guard has passed
+        if operand.transposed:
+            rows, columns, contracted = columns, rows, 1 - contracted
+        return PlannedOperand(
+            key=(operand.node, spec.dtype, spec.power_of_2_scale),
+            rows=rows,
+            cols=columns,
+            transposed=contracted == 0,  # the gemm wants the contracted dimension innermost
+            rowwise=spec.granularity == "rowwise",
+            itemsize=operand.dtype.itemsize,
+            amax_fused=operand.fused,
+        )
+
+
+def _layers(gemms: Iterable[Gemm]) -> dict[fx.Node, _Layer]:
+    sizes: dict[fx.Node, tuple[Size, Size, Size]] = {}
+    roles: dict[fx.Node, set[Role]] = {}
+    for gemm in gemms:
+        roles.setdefault(gemm.layer, set()).add(gemm.role)
+        sizes.setdefault(gemm.layer, _layer_sizes(gemm))
+    return {
+        layer: _Layer(
+            m=size_hint(m) or 0,
+            k=size_hint(k) or 0,
+            n=size_hint(n) or 0,
+            dynamic=not isinstance(m, int),
+            roles=tuple(role for role in ROLES if role in roles[layer]),
+        )
+        for layer, (m, k, n) in sizes.items()
+    }
+
+
+def _layer_sizes(gemm: Gemm) -> tuple[Size, Size, Size]:
+    """M, K, N of the layer, from any of its three gemms."""
+    if gemm.role == "output":
+        # a weight on the left computes the transposed output
+        return (gemm.n, gemm.k, gemm.m) if gemm.left.kind == "weight" else (gemm.m, gemm.k, gemm.n)
+    first_is_grad = gemm.left.kind == "grad_output"
+    if gemm.role == "grad_input":
+        return (gemm.m, gemm.n, gemm.k) if first_is_grad else (gemm.n, gemm.m, gemm.k)
+    return (gemm.k, gemm.n, gemm.m) if first_is_grad else (gemm.k, gemm.m, gemm.n)
+
+
+def _is_odd(layer: _Layer) -> bool:
+    return layer.k % ALIGNMENT != 0 or layer.n % ALIGNMENT != 0
+
+
+@lru_cache(maxsize=16)
+def _cost_model(hardware: Hardware) -> CostModel:
+    return CostModel(hardware)

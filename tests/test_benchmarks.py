@@ -1,0 +1,303 @@
+"""The benchmarks: they run end to end, keep what they measured, and say so where they cannot."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import common, compile_time, gpu, graphs, linear_sweep, llama_block, report, timing, variants
+from f8fx.demo.model import DecoderConfig
+from f8fx.options import Options
+from f8fx.passes import Pipeline, check
+
+CPU = torch.device("cpu")
+TINY = DecoderConfig.named("tiny")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+# -- machines that cannot measure -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("benchmark", [linear_sweep, llama_block, gpu], ids=lambda module: module.NAME)
+def test_without_a_gpu_it_says_so_and_ends_well(benchmark: Any, no_gpu, capsys, tmp_path):
+    assert benchmark.main(["--results", str(tmp_path)]) == 0
+    assert "There is no CUDA GPU on this machine" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_without_float8_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert common.why_no_gpu() == (
+        "NVIDIA A100-SXM4-80GB has no float8 tensor cores, so there is nothing to measure."
+    )
+
+
+@pytest.mark.parametrize("benchmark", [linear_sweep, llama_block], ids=lambda module: module.NAME)
+def test_cpu_smoke_runs_every_version_and_keeps_nothing(benchmark: Any, capsys):
+    kept = sorted(common.RESULTS.iterdir())
+    threads = torch.get_num_threads()
+    try:
+        assert benchmark.main(["--cpu-smoke"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert "NOT measurements" in out
+    assert "tensorwise" in out
+    assert sorted(common.RESULTS.iterdir()) == kept
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+def test_the_stamp_says_what_was_measured_with_what_and_not_where():
+    stamp = common.stamp(CPU)
+    assert stamp["date"].startswith("20") and stamp["date"].endswith("+00:00")
+    assert stamp["commit"] == "unknown" or len(stamp["commit"]) == 40
+    for field in ("device", "device_type", "cpus", "python", "torch"):
+        assert stamp[field], field
+    for field in ("driver", "clocks", "cuda", "triton", "torchao", "f8fx", "uncommitted_changes"):
+        assert field in stamp
+    text = json.dumps(stamp)
+    assert socket.gethostname() not in text
+    assert str(Path.home()) not in text and str(common.ROOT) not in text
+
+
+def _recorder(folder: Path, **settings: Any) -> common.Recorder:
+    stamp = {**dict.fromkeys(common._SAME, "x"), "device": "NVIDIA H200", "date": "2026-01-02T03:04:05+00:00"}
+    return common.Recorder("sweep", stamp, settings, folder)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+    measured = []
+
+    def measure(m: int) -> dict[str, int]:
+        measured.append(m)
+        if m == 3 and len(measured) == 3:
+            raise KeyboardInterrupt
+        return {"ms": 10 * m}
+
+    cases = [{"m": m} for m in (1, 2, 3, 4)]
+    assert not common.run_cases(cases, _recorder(tmp_path), common.Budget(None), measure)
+    again = _recorder(tmp_path)
+    assert common.run_cases(cases, again, common.Budget(None), measure)
+    assert measured == [1, 2, 3, 3, 4]
+    result, path = again.finish({"best": 1}, complete=True)
+    assert path == tmp_path / "2026-01-02-nvidia-h200-sweep.json"
+    assert json.loads(path.read_text()) == result
+    assert [row["ms"] for row in result["rows"]] == [10, 20, 30, 40]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rows_of_other_settings_or_another_commit_are_not_mixed(tmp_path):
+    _recorder(tmp_path, seq=1).add({"m": 1})
+    assert _recorder(tmp_path, seq=2).rows == []
+
+
+def test_a_partial_file_cut_off_in_a_line_is_started_over(tmp_path):
+    recorder = _recorder(tmp_path)
+    recorder.add({"m": 1})
+    recorder._partial.write_text(recorder._partial.read_text()[:-4])
+    assert _recorder(tmp_path).rows == []
+
+
+def test_no_case_is_begun_that_would_not_fit_into_the_budget(tmp_path):
+    recorder = _recorder(tmp_path)
+    cases = [{"m": m} for m in range(3)]
+    assert not common.run_cases(cases, recorder, common.Budget(-1.0), lambda m: {})
+    assert recorder.rows == []
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def _row(bf16: float, torchao: float, f8fx: float, auto: float, spread: float = 0.01, **case: Any) -> dict:
+    ms = dict(zip(variants.NAMES, (bf16, torchao, f8fx, auto), strict=True))
+    timings = {
+        name: timing.Timing(value, value * (1 - spread), value * (1 + spread), 0.1, 20).to_dict()
+        for name, value in ms.items()
+    }
+    return {
+        **case,
+        "ms": ms,
+        "timings": timings,
+        "same_graph": {},
+        "sqnr_db": {},
+        "converted": {"f8fx": [3, 3], "f8fx_auto": [3, 3]},
+        "errors": {},
+        "clocks": None,
+    }
+
+
+def test_broken_promises_of_auto_are_reported_when_they_are_larger_than_noise():
+    rows = [
+        _row(1.0, 0.8, 0.7, 0.7, case="good"),
+        _row(1.0, 1.2, 1.1, 1.1, case="slower"),
+        _row(1.0, 1.2, 1.1, 1.01, case="within noise"),
+        _row(1.0, 0.9, 0.8, 1.0, case="left behind"),
+    ]
+    found = variants.verdicts(rows, ("case",))
+    assert [entry["case"] for entry in found["auto_slower_than_bf16"]] == ["slower"]
+    assert [entry["case"] for entry in found["auto_left_behind"]] == ["left behind"]
+    assert found["failed"] == []
+
+
+def test_interleaved_timing_calls_every_step_equally_often():
+    calls = {"a": 0, "b": 0}
+
+    def step(name: str) -> None:
+        calls[name] += 1
+
+    found = timing.interleaved({name: lambda name=name: step(name) for name in calls}, CPU, seconds=0.01)
+    assert calls["a"] == calls["b"]
+    assert found["a"].rounds == found["b"].rounds >= 12
+    assert found["a"].low <= found["a"].ms <= found["a"].high
+
+
+# -- synthetic graphs -----------------------------------------------------------------------------
+
+
+def test_two_copies_of_a_block_are_what_two_traced_blocks_are():
+    def decisions(graph: torch.fx.Graph) -> list[tuple[Any, ...]]:
+        options = Options.parse({"select": "all"})
+        report = Pipeline(options.recipe, options.policy(), debug=True)(graph)
+        return [(d.fqn, d.role, d.m, d.k, d.n, d.converted, d.reason) for d in report.decisions]
+
+    stacked, traced = graphs.stack(graphs.traced(TINY, 32), 2), graphs.traced(TINY, 32, layers=2)
+    assert len(stacked.nodes) == len(traced.nodes)
+    expected = decisions(traced)
+    assert decisions(stacked) == expected
+    assert ("layers.1.ffn.up_proj", "grad_weight") in [d[:2] for d in expected]
+    check(stacked, "stack")
+
+
+def test_compile_time_at_a_thousand_nodes(tmp_path, capsys):
+    arguments = ["--nodes", "1000", "2000", "--repeats", "1", "--quick", "--no-compile"]
+    assert compile_time.main([*arguments, "--results", str(tmp_path)]) == 0
+    assert "Seconds of each pass" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*-compile_time.json")
+    result = json.loads(path.read_text())
+    assert result["complete"]
+    for row in result["rows"]:
+        assert 0.8 * row["nodes"] < row["nodes_in"] < 1.2 * row["nodes"]
+        assert row["converted"] == row["matmuls"] > 0
+        assert set(row["passes"]) == set(compile_time.PASSES)
+        # a thousand nodes take a tenth of a second; the bound is for a machine busy with other things
+        assert row["seconds"] < 5
+    (page, image) = report.write(path)
+    assert "tensorwise all" in page.read_text()
+    assert image.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_the_exponent_tells_linear_from_quadratic(power):
+    rows = [{"nodes": n, "nodes_in": n, "cpu_seconds": 1e-5 * n**power} for n in (5_000, 10_000, 50_000)]
+    assert compile_time.exponent(rows) == pytest.approx(power)
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+
+def _result(name: str, rows: list[dict], summary: dict[str, Any]) -> dict[str, Any]:
+    stamp = {**common.stamp(CPU), "device": "Synthetic GPU", "device_type": "cuda", "driver": "1.2"}
+    stamp["clocks"] = {"sm_mhz": 1980.0}
+    return {
+        "name": name,
+        "complete": False,
+        "stamp": stamp,
+        "settings": {},
+        "rows": rows,
+        "summary": summary,
+    }
+
+
+def _sweep() -> dict[str, Any]:
+    shapes = [(1024, 1024, 1024), (8192, 4096, 4096)]
+    rows = [
+        _row(1.0, 0.9, 0.8, 0.8, m=m, k=k, n=n, recipe=recipe)
+        for m, k, n in shapes
+        for recipe in variants.RECIPES
+    ]
+    return _result(linear_sweep.NAME, rows, linear_sweep.summary(rows))
+
+
+def _block() -> dict[str, Any]:
+    memory = {name: {"saved": 2**30 + index, "peak": 2**31} for index, name in enumerate(variants.NAMES)}
+    rows = [
+        {**_row(10, 9, 8, 8), "model": "llama3_8b", "recipe": "rowwise", "checkpointing": c, "memory": memory}
+        for c in (False, True)
+    ]
+    return _result(llama_block.NAME, rows, llama_block.summary(rows))
+
+
+@pytest.mark.parametrize("result", [_sweep(), _block()], ids=lambda result: result["name"])
+def test_a_result_becomes_a_page_and_a_picture(result, tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result))
+    assert report.main([str(path), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "result.md").read_text()
+    assert "Synthetic GPU, driver 1.2" in page and "**Not complete**" in page and "sm_mhz 1980.0" in page
+    assert "| 1.25 |" in page  # 1.0 / 0.8 and 10 / 8
+    assert "![" in page
+    assert (tmp_path / "out" / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_saved_than_bf16_under_checkpointing_is_reported():
+    (first, second) = _block()["summary"]["checkpointing_saves_more_than_bf16"]
+    assert first["f8fx"] > first["bf16"] and second["f8fx_auto"] > second["bf16"]
+
+
+def test_the_gpu_command_gives_each_part_its_share_and_notes_what_failed(monkeypatch, capsys, tmp_path):
+    ran: list[tuple[str, float]] = []
+
+    def run(part: gpu.Part, seconds: float, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+        ran.append((part.name, seconds))
+        code = int(part.name == "llama_block")
+        return {
+            "part": part.name,
+            "seconds": 1.0,
+            "returncode": code,
+            "outcome": "failed: x" if code else "done",
+        }
+
+    monkeypatch.setattr(common, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    stamp = _sweep()["stamp"]
+    monkeypatch.setattr(common, "stamp", lambda device: stamp)
+    monkeypatch.setattr(gpu, "run", run)
+    assert gpu.main(["--results", str(tmp_path), "--budget-s", "100"]) == 1
+    assert [name for name, _ in ran] == ["tests", "linear_sweep", "llama_block", "compile_time"]
+    assert ran[0][1] == pytest.approx(20, abs=1)  # a quarter of what is left without the grace
+    assert ran[-1][1] == pytest.approx(80, abs=1)  # nobody else is left, and nothing was used
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["summary"]["failed"] == ["llama_block"]
+
+
+def test_a_part_that_takes_too_long_is_stopped(monkeypatch):
+    monkeypatch.setattr(gpu, "GRACE_S", 0.0)
+    row = gpu.run(gpu.Part("tests", ("timeit", "-n1", "-r1", "import time; time.sleep(60)"), 1.0), 0.5)
+    assert row["outcome"] == "out of time; run again to go on"
+    assert row["seconds"] < 20
+
+
+@pytest.mark.parametrize("name", ["linear_sweep", "report"])
+def test_the_commands_start(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+        cwd=common.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,172 @@
+"""On a GPU with float8 tensor cores: ``pytest -m gpu``. Skipped everywhere else."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import f8fx
+from f8fx import recording
+from f8fx.hardware import of_device
+from f8fx.recipe import GemmSpec
+from tests.helpers import bf16, compiled, sqnr
+
+HAVE_GPU = torch.cuda.is_available() and of_device(torch.device("cuda")).float8_tensor_cores
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAVE_GPU, reason="no GPU with float8 tensor cores")]
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+E4M3 = f8fx.Recipe(
+    "tensorwise, e4m3 gradients",
+    output=GemmSpec(use_fast_accum=True),
+    grad_input=GemmSpec(),
+    grad_weight=GemmSpec(),
+)
+
+
+class Block(nn.Module):
+    def __init__(self, dim=512, hidden=1024):
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def block(**sizes):
+    torch.manual_seed(0)
+    return Block(**sizes).to("cuda", bf16)
+
+
+def normal(*shape, seed=0, dtype=bf16):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+def gradients(model, call, x, grad):
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = call(x)
+    y.backward(grad)
+    return {"output": y.detach(), "input": x.grad, **{n: p.grad.clone() for n, p in model.named_parameters()}}
+
+
+def torchao_of(model, config):
+    torchao = pytest.importorskip("torchao.float8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torchao.convert_to_float8_training(copy.deepcopy(model), config=config)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bitwise_torchao_eager(recipe):
+    torchao = pytest.importorskip("torchao.float8")
+    model = nn.Linear(512, 768, device="cuda", dtype=bf16)
+    x, grad = normal(2, 128, 512), normal(2, 128, 768, seed=1)
+    reference = torchao_of(nn.Sequential(model), torchao.Float8LinearConfig.from_recipe_name(recipe))
+    want = list(gradients(reference, reference, x, grad).values())
+    got = list(gradients(model, compiled(model, recipe=recipe), x, grad).values())
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["e4m3", "rowwise", "rowwise_with_gw_hp"])
+def test_sqnr_through_inductor(recipe):
+    model, x, grad = block(), normal(4, 256, 512), normal(4, 256, 512, seed=1)
+    want = gradients(model, model, x, grad)
+    own = E4M3 if recipe == "e4m3" else recipe
+    got = gradients(model, compiled(model, recipe=own, executor="inductor"), x, grad)
+    quality = {name: sqnr(value, got[name]) for name, value in want.items()}
+    assert min(quality.values()) > 20, quality
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_copies_of_generated_kernels_are_those_of_the_definition(recipe):
+    """Casts alone, no norm before them, so that nothing is fused that rounds differently."""
+    model = nn.Linear(512, 768, bias=False, device="cuda", dtype=bf16)
+    x, grad = normal(256, 512), normal(256, 768, seed=1)
+    eager = gradients(model, compiled(model, recipe=recipe), x, grad)
+    generated = gradients(model, compiled(model, recipe=recipe, executor="inductor"), x, grad)
+    for name, want in eager.items():
+        assert sqnr(want, generated[name]) > 45, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_odd_and_dynamic_sizes(recipe):
+    model = nn.Linear(500, 770, device="cuda", dtype=bf16)
+    f8 = compiled(model, recipe=recipe, executor="inductor", dynamic=True)
+    for m in (128, 77, 200, 33):
+        x, grad = normal(m, 500), normal(m, 770, seed=1)
+        want, got = gradients(model, model, x, grad), gradients(model, f8, x, grad)
+        assert all(sqnr(want[name], got[name]) > 18 for name in want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cuda_graphs(recipe):
+    model, x = block(), normal(4, 256, 512)
+    torch._dynamo.reset()
+    f8 = torch.compile(
+        model, backend="f8fx", mode=f"reduce-overhead+{recipe}", options=None, fullgraph=True
+    )
+    with torch.no_grad():
+        results = []
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            results.append(f8(x).clone())
+    assert all(torch.equal(results[0], r) for r in results)
+
+
+def test_no_host_synchronisation():
+    model, x, grad = block(), normal(4, 256, 512), normal(4, 256, 512, seed=1)
+    call = compiled(model, executor="inductor")
+    gradients(model, call, x, grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(model, call, x, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_auto_decides_for_this_gpu():
+    with recording() as reports:
+        small, large = (nn.Linear(k, k, bias=False, device="cuda", dtype=bf16) for k in (256, 8192))
+        for model, m in ((small, 64), (large, 16384)):
+            x = normal(m, model.in_features).requires_grad_()
+            y = compiled(model, select="auto", executor="inductor")(x)
+            y.backward(torch.ones_like(y))
+    assert [r.converted for r in reports] == [0, 3]
+
+
+def test_two_layer_mlp_saves_no_more_memory_than_bf16():
+    def peak(backend, **options):
+        model, x = block(dim=4096, hidden=14336), normal(1, 8192, 4096).requires_grad_()
+        torch._dynamo.reset()
+        call = torch.compile(model, backend=backend, options=options or None, fullgraph=True)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            call(x).sum().backward()
+        return torch.cuda.max_memory_allocated()
+
+    assert peak("f8fx", select="all") < 1.05 * peak("inductor")
+
+
+def test_float16_and_autocast():
+    model, x, grad = block().to(torch.float16), normal(4, 256, 512, dtype=torch.float16), normal(4, 256, 512)
+    want = gradients(model, model, x, grad.half())
+    for recipe in RECIPES:
+        got = gradients(model, compiled(model, recipe=recipe, executor="inductor"), x, grad.half())
+        assert sqnr(want["output"], got["output"]) > 20
+    master = block().float()
+    f8 = compiled(master, executor="inductor")
+    with torch.autocast("cuda", dtype=bf16), recording() as reports:
+        y = f8(normal(4, 256, 512, dtype=torch.float32))
+    y.float().sum().backward()
+    assert reports[0].converted == 9 and all(p.grad.dtype == torch.float32 for p in master.parameters())
