@@ -112,10 +112,7 @@ def test_odd_and_dynamic_sizes(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_cuda_graphs(recipe):
     model, x = block(), normal(4, 256, 512)
-    torch._dynamo.reset()
-    f8 = torch.compile(
-        model, backend="f8fx", mode=f"reduce-overhead+{recipe}", options=None, fullgraph=True
-    )
+    f8 = compiled(model, recipe=recipe, executor="inductor", inductor={"triton.cudagraphs": True})
     with torch.no_grad():
         results = []
         for _ in range(4):

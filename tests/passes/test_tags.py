@@ -1,0 +1,60 @@
+"""*tags*: marks of checkpointed regions on inserted nodes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+import f8fx
+from f8fx.passes import Pipeline
+from tests.helpers import joint_graphs, randn
+
+
+def marks(fn, *args, recipe="tensorwise"):
+    """Inserted forward nodes -> their mark."""
+    result = {}
+    options = f8fx.Options.parse({"recipe": recipe, "select": "all"})
+
+    def transform(graph):
+        Pipeline(options.recipe, options.policy(), debug=True)(graph)
+        for node in graph.nodes:
+            if "f8fx" in node.meta:
+                result[node.name] = (node.meta["f8fx"].role, node.meta.get("recompute"), node.meta)
+
+    joint_graphs(fn, *args, transform=transform)
+    return result
+
+
+def checkpointed(x, w):
+    return checkpoint(lambda x: torch.sin(F.linear(torch.cos(x), w)), x, use_reentrant=False)
+
+
+def test_without_checkpointing_there_are_no_marks():
+    assert {mark for _, mark, _ in marks(F.linear, randn(16, 32), randn(48, 32)).values()} == {None}
+
+
+def test_forward_nodes_inherit_the_regions_mark_and_number():
+    for role, mark, meta in marks(checkpointed, randn(16, 32), randn(48, 32)).values():
+        if role == "output":
+            assert mark in (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+            assert "ac_graph_id" in meta
+
+
+def test_a_cast_shared_with_the_outside_of_a_region_is_recomputable():
+    """Otherwise it is saved on top of its source, which the region saves anyway."""
+
+    def f(x, w, v):
+        outside = F.linear(x, w)
+        inside = checkpoint(lambda x: torch.sin(F.linear(x, v)), x, use_reentrant=False)
+        return outside + inside
+
+    found = marks(f, randn(16, 32), randn(48, 32, seed=1), randn(48, 32, seed=2))
+    shared = found["quantize"]
+    assert shared[1] == CheckpointPolicy.PREFER_RECOMPUTE and "ac_graph_id" in shared[2]
+
+
+def test_every_inserted_node_says_where_it_comes_from():
+    for _, _, meta in marks(F.linear, randn(16, 32), randn(48, 32), recipe="rowwise").values():
+        provenance = meta["f8fx"]
+        assert provenance.gemm and provenance.inserted_by == "quantize" and "seq_nr" in meta

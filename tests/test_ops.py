@@ -1,0 +1,76 @@
+"""The operators of the intermediate representation: schema, fake and definition agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from f8fx import ops
+from tests.helpers import bf16, randn
+
+fp8 = torch.float8_e4m3fn
+SIZES = st.sampled_from([1, 2, 5, 16, 17, 33])
+
+
+def samples():
+    x = randn(5, 7, grad=False)
+    row, column, one = torch.ones(5), torch.ones(7), torch.ones(())
+    data = torch.zeros(5, 7, dtype=fp8)
+    return [
+        (ops.amax, (x, None), {}),
+        (ops.amax, (x, 0), {}),
+        (ops.amax, (x.t(), 1), {}),
+        (ops.scale, (row,), {"dtype": fp8, "power_of_2": True}),
+        (ops.quantize, (x, one), {"dtype": fp8}),
+        (ops.quantize, (x, row), {"dtype": fp8, "dim": 1, "align": [16, 16]}),
+        (ops.quantize, (x, column), {"dtype": fp8, "dim": 0, "transpose": True, "align": [1, 16]}),
+        (ops.quantize_both, (x, row, column), {"dtype": fp8, "dim": 1, "dim_t": 0, "align_t": [1, 16]}),
+        (ops.dequantize, (data, one), {"dtype": bf16}),
+    ]
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), samples())
+def test_opcheck(op, args, kwargs):
+    # the schema check multiplies its inputs, which torch cannot do to a float8 tensor
+    schema = () if op is ops.dequantize else ("test_schema",)
+    torch.library.opcheck(op, args, kwargs, test_utils=(*schema, "test_faketensor"))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    rows=SIZES,
+    columns=SIZES,
+    transposed_input=st.booleans(),
+    transpose=st.booleans(),
+    align=st.tuples(st.sampled_from([1, 16]), st.sampled_from([1, 16])),
+)
+def test_fake_and_real_agree_on_shape_and_strides(rows, columns, transposed_input, transpose, align):
+    x = randn(columns, rows, grad=False).t() if transposed_input else randn(rows, columns, grad=False)
+    call = dict(dtype=fp8, transpose=transpose, align=list(align))
+    real = ops.quantize(x, torch.ones(()), **call)
+    fake = ops.quantize(x.to("meta"), torch.ones((), device="meta"), **call)
+    assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+def test_only_matrices_are_taken():
+    with pytest.raises(RuntimeError, match="takes a 2-D tensor"):
+        ops.amax(torch.ones(2, 3, 4, device="meta"), None)
+    with pytest.raises(RuntimeError, match="takes a 2-D tensor"):
+        ops.quantize(torch.ones(2, 3, 4, device="meta"), torch.ones((), device="meta"), dtype=fp8)
+
+
+def test_quantize_both_is_quantize_twice():
+    x = randn(24, 40, grad=False)
+    row, column = torch.rand(24) + 0.5, torch.rand(40) + 0.5
+    plain, transposed = ops.quantize_both(x, row, column, dtype=fp8, dim=1, dim_t=0, align_t=[1, 16])
+    u8 = torch.uint8
+    assert torch.equal(plain.view(u8), ops.quantize(x, row, dtype=fp8, dim=1).view(u8))
+    other = ops.quantize(x, column, dtype=fp8, dim=0, transpose=True, align=[1, 16])
+    assert torch.equal(transposed.view(u8), other.view(u8))
+
+
+def test_no_operator_waits_or_mutates():
+    for op in ops.ALL:
+        assert not op._schema.is_mutable
