@@ -13,7 +13,6 @@ from torch import fx
 
 #: A local or global variable, or what a function in one closes over.
 _ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*")
-_GLOBAL = re.compile(r"^[LG]\['([^']*)'\]$")
 #: A child reached through ``_modules``, and, in modules with a ``__getattr__`` of their own, ``__dict__``.
 _MODULES = re.compile(r"\.(?:__dict__\['_modules'\]|_modules)(?=\[)")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")

@@ -204,7 +204,7 @@ def test_compile_time_at_a_thousand_nodes(tmp_path, capsys):
 @pytest.mark.parametrize("power", [1.0, 2.0])
 def test_the_exponent_tells_linear_from_quadratic(power):
     rows = [{"nodes": n, "nodes_in": n, "cpu_seconds": 1e-5 * n**power} for n in (5_000, 10_000, 50_000)]
-    assert compile_time.exponent(rows) == pytest.approx(power)
+    assert compile_time.exponent(rows, "cpu_seconds") == pytest.approx(power)
 
 
 # -- reports --------------------------------------------------------------------------------------

@@ -25,7 +25,10 @@ def test_three_training_steps():
     forwards = {
         "bf16": (reference, reference),
         "eager": (eager, compiled(eager)),
-        "inductor": (model, torch.compile(model, backend=f8fx.f8fx, options={"select": "all", "strict": True})),
+        "inductor": (
+            model,
+            torch.compile(model, backend=f8fx.f8fx, options={"select": "all", "strict": True}),
+        ),
     }
     losses: dict[str, list[float]] = {}
     gradients: dict[str, torch.Tensor] = {}
