@@ -168,7 +168,7 @@ def smoke() -> int:
     torch.set_num_threads(1)
     rows = []
     for checkpointing in (False, True):
-        case = {"model": "tiny", "recipe": "tensorwise", "checkpointing": checkpointing}
+        case: dict[str, Any] = {"model": "tiny", "recipe": "tensorwise", "checkpointing": checkpointing}
         rows.append({**case, **measure(**case, device="cpu", seq=_SMOKE_SEQ, seconds=0.0)})
     console.print("CPU smoke: the times below are NOT measurements of anything, and are not kept.")
     for grid in grids({"rows": rows}):

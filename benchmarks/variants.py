@@ -59,7 +59,8 @@ def build(name: str, module: nn.Module, x: Tensor, grad: Tensor, recipe: str, sm
         smoke: without code generation.
     """
     module = copy.deepcopy(module)
-    backend, options = "aot_eager" if smoke else "inductor", {}
+    backend = "aot_eager" if smoke else "inductor"
+    options: dict[str, Any] = {}
     if name == "torchao":
         module = _torchao(module, recipe)
     elif name != "bf16":

@@ -158,9 +158,7 @@ class Recipe:
             )
         legal = (torch.bfloat16, torch.float16, torch.float32)
         if not self.convert_dtypes or any(d not in legal for d in self.convert_dtypes):
-            raise ValueError(
-                f"Recipe.convert_dtypes must name some of {legal}, got {self.convert_dtypes!r}"
-            )
+            raise ValueError(f"Recipe.convert_dtypes must name some of {legal}, got {self.convert_dtypes!r}")
 
     def gemm(self, role: Role) -> GemmSpec | None:
         """The spec of the gemm in this role, or ``None`` where it stays in high precision."""

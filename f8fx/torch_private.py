@@ -47,11 +47,24 @@ def fake_tensor_mode(**kwargs: Any) -> Any:
     return FakeTensorMode(**kwargs)
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of ``torch._subclasses.FakeTensor``: shape and dtype, no data."""
+def is_fake(tensor: Any) -> bool:
+    """Whether a value is a ``torch._subclasses.FakeTensor``: shape and dtype, no data."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def fake_like(
+    like: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """A new fake tensor in the mode of another, made without dispatch (``FakeTensor.__new__``).
+
+    ``None`` where a mode is active that catches the making of its meta tensor.
+    """
+    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if type(meta) is not torch.Tensor:
+        return None
+    return type(like)(like.fake_mode, meta, device)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

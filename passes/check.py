@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .rewrite import set_value
+from .fake import set_value
 
 aten = torch.ops.aten
 

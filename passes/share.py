@@ -25,7 +25,6 @@ from torch import fx
 from f8fx import ops
 
 from .find import backward_nodes
-from .rewrite import set_value
 
 _PLAIN = (1, 1)
 
@@ -106,7 +105,9 @@ def _join_layouts(graph: fx.Graph) -> None:
 def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node, order: dict[fx.Node, int]) -> None:
     """Replaces two ``quantize`` of one tensor by one ``quantize_both``, where the first one stood."""
     first = min((plain, transposed), key=order.__getitem__)
-    later_inputs = [n for n in (*plain.all_input_nodes, *transposed.all_input_nodes) if order[n] > order[first]]
+    later_inputs = [
+        n for n in (*plain.all_input_nodes, *transposed.all_input_nodes) if order[n] > order[first]
+    ]
     for node in sorted(later_inputs, key=order.__getitem__):
         _hoist(node, first, order)
     with graph.inserting_before(first):
@@ -124,9 +125,10 @@ def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node, order: dict
             "quantize_both",
         )
         outputs = [graph.call_function(operator.getitem, (both, index)) for index in (0, 1)]
-    for node in (both, *outputs):
-        node.meta.update({key: value for key, value in first.meta.items() if key != "val"})
-        set_value(node)
+    values = (plain.meta["val"], transposed.meta["val"])
+    for node, value in ((both, values), *zip(outputs, values, strict=True)):
+        node.meta.update(first.meta)
+        node.meta["val"] = value
     for old, new in zip((plain, transposed), outputs, strict=True):
         old.replace_all_uses_with(new)
         graph.erase_node(old)

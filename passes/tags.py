@@ -36,4 +36,3 @@ class Tags:
                     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                     if "ac_graph_id" in region.meta:
                         node.meta["ac_graph_id"] = region.meta["ac_graph_id"]
-

@@ -19,9 +19,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 needs_rowwise = pytest.mark.skipif(
     not supports_rowwise_scaled_mm("cpu"), reason="this torch's CPU _scaled_mm takes per-tensor scales only"
 )
-PARAMS = [
-    pytest.param(r, marks=[needs_rowwise] if r != "tensorwise" else [], id=r) for r in RECIPES
-]
+PARAMS = [pytest.param(r, marks=[needs_rowwise] if r != "tensorwise" else [], id=r) for r in RECIPES]
 
 
 def torchao_of(model: nn.Module, recipe: str) -> nn.Module:
@@ -143,9 +141,7 @@ def test_custom_torchao_configs(recipe):
     )
     torch.manual_seed(0)
     model = nn.Linear(64, 96, dtype=bf16)
-    reference = torchao.convert_to_float8_training(
-        nn.Sequential(copy.deepcopy(model)), config=config
-    )
+    reference = torchao.convert_to_float8_training(nn.Sequential(copy.deepcopy(model)), config=config)
     x, grad = randn(32, 64, grad=False), randn(32, 96, grad=False, seed=2)
     expected = run(reference, x, grad) + [p.grad for p in reference.parameters()]
     actual = run(compiled(model, recipe=Recipe.from_torchao(config)), x, grad)

@@ -48,7 +48,7 @@ def test_opcheck(op, args, kwargs):
 )
 def test_fake_and_real_agree_on_shape_and_strides(rows, columns, transposed_input, transpose, align):
     x = randn(columns, rows, grad=False).t() if transposed_input else randn(rows, columns, grad=False)
-    call = dict(dtype=fp8, transpose=transpose, align=list(align))
+    call = {"dtype": fp8, "transpose": transpose, "align": list(align)}
     real = ops.quantize(x, torch.ones(()), **call)
     fake = ops.quantize(x.to("meta"), torch.ones((), device="meta"), **call)
     assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)

@@ -36,7 +36,10 @@ def test_defaults():
         ({"strict": 1}, "strict must be True or False"),
         ({"verbose": "yes"}, "verbose must be True or False"),
         ({"inductor": ["max_autotune"]}, "inductor must be a dict"),
-        ({"inductor": {"max_autotun": True}}, "unknown Inductor option 'max_autotun'; did you mean 'max_autotune'"),
+        (
+            {"inductor": {"max_autotun": True}},
+            "unknown Inductor option 'max_autotun'; did you mean 'max_autotune'",
+        ),
         ({"filter_fqns": ["auto_filter_small_kn"], "select": "all"}, 'means select="auto"'),
     ],
 )

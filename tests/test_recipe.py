@@ -45,7 +45,10 @@ def test_from_torchao_refuses_what_a_graph_cannot_do(setting):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: QuantSpec("e4m4"), "QuantSpec.dtype must be one of 'e4m3', 'e5m2', got 'e4m4'; did you mean 'e4m3'"),
+        (
+            lambda: QuantSpec("e4m4"),
+            "QuantSpec.dtype must be one of 'e4m3', 'e5m2', got 'e4m4'; did you mean 'e4m3'",
+        ),
         (lambda: QuantSpec(granularity="row"), "did you mean 'rowwise'"),
         (lambda: QuantSpec(scaling="delayed"), "QuantSpec.scaling must be one of 'dynamic'"),
         (lambda: GemmSpec(QuantSpec("e5m2"), QuantSpec("e5m2")), "e5m2 x e5m2"),

@@ -15,8 +15,8 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F

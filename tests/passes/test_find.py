@@ -105,7 +105,11 @@ def test_every_form_of_a_gemm_has_its_three_roles(form):
     for gemm in found.gemms:
         for operand in (gemm.left, gemm.right):
             by_kind.setdefault(operand.kind, set()).add(operand.node)
-    assert {kind: len(nodes) for kind, nodes in by_kind.items()} == {"input": 1, "weight": 1, "grad_output": 1}
+    assert {kind: len(nodes) for kind, nodes in by_kind.items()} == {
+        "input": 1,
+        "weight": 1,
+        "grad_output": 1,
+    }
 
 
 def test_three_layers_with_one_input_read_one_node():

@@ -14,7 +14,9 @@ class TestGraphs(TestCase):
     def test_linear_tensorwise(self):
         """One amax and one scale for each tensor; the gradient's two layouts come out of one operator."""
         text = graph_after(F.linear, randn(2, 16, 32), randn(48, 32))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 primals_1: bf16[2,16,32]
 primals_2: bf16[48,32]
 tangents_1: bf16[2,16,48]
@@ -46,12 +48,15 @@ permute_3: e4m3[48,32] = permute(quantize_3, [1, 0])
 scaled_mm_2: bf16[32,32] = _scaled_mm(getitem, permute_3, reciprocal_2, reciprocal_1, None, None, bf16, False)
 view_3: bf16[2,16,32] = view(scaled_mm_2, [2, 16, 32])
 permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [view_1, view_3, permute_4]""")
+return [view_1, view_3, permute_4]""",
+        )
 
     def test_linear_rowwise(self):
         """Scales run over the contracted dimension, so each operand of each gemm has its own."""
         text = graph_after(F.linear, randn(32, 32), randn(48, 32), recipe="rowwise")
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 primals_1: bf16[32,32]
 primals_2: bf16[48,32]
 tangents_1: bf16[32,48]
@@ -103,14 +108,21 @@ convert_element_type_2: f32[32,32] = prims.convert_element_type(scaled_mm_2, f32
 mul_3: f32[32,32] = mul(convert_element_type_2, mul_2)
 convert_element_type_3: bf16[32,32] = prims.convert_element_type(mul_3, bf16)
 permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [scaled_mm, convert_element_type_3, permute_4]""")
+return [scaled_mm, convert_element_type_3, permute_4]""",
+        )
 
     def test_rowwise_where_the_gemm_takes_no_scale_vectors(self):
         """The scales multiply a float32 result, which is rounded once."""
         text = graph_after(
-            F.linear, randn(16, 32, grad=False), randn(48, 32, grad=False), recipe="rowwise", rowwise_in_gemm=False
+            F.linear,
+            randn(16, 32, grad=False),
+            randn(48, 32, grad=False),
+            recipe="rowwise",
+            rowwise_in_gemm=False,
         )
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[16,32]
 arg1_1: bf16[48,32]
 amax: f32[16] = f8fx.amax(arg0_1, 1)
@@ -129,12 +141,15 @@ unsqueeze_1: f32[1,48] = unsqueeze(reciprocal_1, 0)
 mul: f32[16,48] = mul(unsqueeze, unsqueeze_1)
 mul_1: f32[16,48] = mul(scaled_mm, mul)
 convert_element_type: bf16[16,48] = prims.convert_element_type(mul_1, bf16)
-return [convert_element_type]""")
+return [convert_element_type]""",
+        )
 
     def test_linear_rowwise_with_gw_hp(self):
         """grad_weight stays ``mm``; the tensorwise weight scale multiplies the rowwise one."""
         text = graph_after(F.linear, randn(32, 32), randn(48, 32), recipe="rowwise_with_gw_hp")
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 primals_1: bf16[32,32]
 primals_2: bf16[48,32]
 tangents_1: bf16[32,48]
@@ -170,7 +185,8 @@ convert_element_type: f32[32,32] = prims.convert_element_type(scaled_mm_1, f32)
 mul_1: f32[32,32] = mul(convert_element_type, mul)
 convert_element_type_1: bf16[32,32] = prims.convert_element_type(mul_1, bf16)
 permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [scaled_mm, convert_element_type_1, permute_4]""")
+return [scaled_mm, convert_element_type_1, permute_4]""",
+        )
 
     def test_inference_shares_by_itself(self):
         """No partitioner runs on an inference graph: the shared input is still quantized once."""
@@ -180,7 +196,9 @@ return [scaled_mm, convert_element_type_1, permute_4]""")
 
         weights = [randn(16, 32, grad=False, seed=seed) for seed in (1, 2, 3)]
         text = graph_after(qkv, randn(32, 32, grad=False), *weights)
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[32,32]
 arg1_1: bf16[16,32]
 arg2_1: bf16[16,32]
@@ -207,12 +225,15 @@ quantize_3: e4m3[16,32] = f8fx.quantize(arg3_1, scale_3, dtype=e4m3, transpose=F
 reciprocal_3: f32[] = reciprocal(scale_3)
 permute_2: e4m3[32,16] = permute(quantize_3, [1, 0])
 scaled_mm_2: bf16[32,16] = _scaled_mm(quantize, permute_2, reciprocal, reciprocal_3, None, None, bf16, True)
-return [scaled_mm, scaled_mm_1, scaled_mm_2]""")
+return [scaled_mm, scaled_mm_1, scaled_mm_2]""",
+        )
 
     def test_padding(self):
         """Sizes that are no multiple of 16 are padded inside the cast and sliced off the result."""
         text = graph_after(F.linear, randn(5, 30, grad=False), randn(20, 30, grad=False))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[5,30]
 arg1_1: bf16[20,30]
 amax: f32[] = f8fx.amax(arg0_1, None)
@@ -227,11 +248,14 @@ permute: e4m3[32,32] = permute(quantize_1, [1, 0])
 scaled_mm: bf16[5,32] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
 slice: bf16[5,20] = slice(scaled_mm, 1, 0, 20)
 clone: bf16[5,20] = clone(slice, memory_format=torch.contiguous_format)
-return [clone]""")
+return [clone]""",
+        )
 
     def test_padding_rowwise(self):
         text = graph_after(F.linear, randn(5, 30, grad=False), randn(20, 30, grad=False), recipe="rowwise")
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[5,30]
 arg1_1: bf16[20,30]
 amax: f32[5] = f8fx.amax(arg0_1, 1)
@@ -249,7 +273,8 @@ as_strided_1: f32[1,32] = as_strided(constant_pad_nd, [1, 32], [32, 1])
 scaled_mm: bf16[5,32] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
 slice: bf16[5,20] = slice(scaled_mm, 1, 0, 20)
 clone: bf16[5,20] = clone(slice, memory_format=torch.contiguous_format)
-return [clone]""")
+return [clone]""",
+        )
 
     def test_dynamic_rows(self):
         """A dynamic M is contracted by grad_weight: that one copy is padded, nothing else."""
@@ -260,7 +285,9 @@ return [clone]""")
 
         x = randn(30, 32)
         torch._dynamo.mark_dynamic(x, 0)
-        self.assertExpectedInline(graph_after(f, x), """\
+        self.assertExpectedInline(
+            graph_after(f, x),
+            """\
 primals_1: s77
 primals_2: bf16[s77,32]
 primals_3: bf16[48,32]
@@ -289,14 +316,17 @@ quantize_3: e4m3[32,48] = f8fx.quantize(primals_3, scale_1, dtype=e4m3, transpos
 permute_3: e4m3[48,32] = permute(quantize_3, [1, 0])
 scaled_mm_2: bf16[s77,32] = _scaled_mm(getitem, permute_3, reciprocal_2, reciprocal_1, None, None, bf16, False)
 permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [scaled_mm, None, scaled_mm_2, permute_4]""")
+return [scaled_mm, None, scaled_mm_2, permute_4]""",
+        )
 
     def test_addmm_alpha_beta(self):
         def f(bias, x, w):
             return torch.addmm(bias, x, w, alpha=0.5, beta=2.0)
 
         text = graph_after(f, randn(64, grad=False), randn(8, 32, grad=False), randn(32, 64, grad=False))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[64]
 arg1_1: bf16[8,32]
 arg2_1: bf16[32,64]
@@ -313,14 +343,17 @@ scaled_mm: bf16[8,64] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, 
 mul: bf16[8,64] = mul(scaled_mm, 0.5)
 mul_1: bf16[64] = mul(arg0_1, 2.0)
 add: bf16[8,64] = add(mul, mul_1)
-return [add]""")
+return [add]""",
+        )
 
     def test_addmm_beta_zero_does_not_read_the_bias(self):
         def f(bias, x, w):
             return torch.addmm(bias, x, w, beta=0)
 
         text = graph_after(f, randn(64, grad=False), randn(16, 32, grad=False), randn(32, 64, grad=False))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[64]
 arg1_1: bf16[16,32]
 arg2_1: bf16[32,64]
@@ -334,7 +367,8 @@ quantize_1: e4m3[64,32] = f8fx.quantize(arg2_1, scale_1, dtype=e4m3, transpose=T
 reciprocal_1: f32[] = reciprocal(scale_1)
 permute: e4m3[32,64] = permute(quantize_1, [1, 0])
 scaled_mm: bf16[16,64] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
-return [scaled_mm]""")
+return [scaled_mm]""",
+        )
 
     def test_float16_rowwise_is_computed_in_bfloat16(self):
         text = graph_after(
@@ -343,7 +377,9 @@ return [scaled_mm]""")
             randn(48, 32, grad=False, dtype=torch.float16),
             recipe="rowwise",
         )
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: f16[16,32]
 arg1_1: f16[48,32]
 amax: f32[16] = f8fx.amax(arg0_1, 1)
@@ -359,14 +395,17 @@ as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
 as_strided_1: f32[1,48] = as_strided(reciprocal_1, [1, 48], [48, 1])
 scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
 convert_element_type: f16[16,48] = prims.convert_element_type(scaled_mm, f16)
-return [convert_element_type]""")
+return [convert_element_type]""",
+        )
 
     def test_mixed_granularity_in_one_gemm(self):
         """A tensorwise scale beside a vector is repeated, as torchao does."""
         spec = f8fx.GemmSpec(f8fx.QuantSpec("e4m3", "rowwise"), f8fx.QuantSpec("e4m3"), use_fast_accum=True)
         recipe = f8fx.Recipe("mixed", output=spec, grad_input=None, grad_weight=None)
         text = graph_after(F.linear, randn(16, 32, grad=False), randn(48, 32, grad=False), recipe=recipe)
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[16,32]
 arg1_1: bf16[48,32]
 amax: f32[16] = f8fx.amax(arg0_1, 1)
@@ -383,7 +422,8 @@ view: f32[1,1] = view(reciprocal_1, [1, 1])
 expand: f32[1,48] = expand(view, [1, 48])
 clone: f32[1,48] = clone(expand, memory_format=torch.contiguous_format)
 scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, clone, None, None, bf16, True)
-return [scaled_mm]""")
+return [scaled_mm]""",
+        )
 
     def test_autocast_quantizes_the_float32_parameter(self):
         """Not its bfloat16 rounding: the cast between parameter and matmul is bypassed."""
@@ -394,7 +434,9 @@ return [scaled_mm]""")
                 return F.linear(x, weight)
 
         text = graph_after(f, randn(16, 32, grad=False, dtype=torch.float32))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: f32[16,32]
 arg1_1: f32[64,32]
 convert_element_type: bf16[16,32] = prims.convert_element_type(arg0_1, bf16)
@@ -408,7 +450,8 @@ quantize_1: e4m3[64,32] = f8fx.quantize(arg1_1, scale_1, dtype=e4m3, transpose=F
 reciprocal_1: f32[] = reciprocal(scale_1)
 permute: e4m3[32,64] = permute(quantize_1, [1, 0])
 scaled_mm: bf16[16,64] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
-return [scaled_mm]""")
+return [scaled_mm]""",
+        )
 
     def test_einsum(self):
         text = graph_after(
@@ -416,7 +459,9 @@ return [scaled_mm]""")
             randn(2, 8, 32, grad=False),
             randn(64, 32, grad=False),
         )
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: bf16[2,8,32]
 arg1_1: bf16[64,32]
 unsqueeze: bf16[2,8,32,1] = unsqueeze(arg0_1, 3)
@@ -438,4 +483,5 @@ unsqueeze_1: bf16[1,16,64] = unsqueeze(scaled_mm, 0)
 view_1: bf16[2,8,1,64] = view(unsqueeze_1, [2, 8, 1, 64])
 permute_3: bf16[2,8,64,1] = permute(view_1, [0, 1, 3, 2])
 view_2: bf16[2,8,64] = view(permute_3, [2, 8, 64])
-return [view_2]""")
+return [view_2]""",
+        )

@@ -168,7 +168,9 @@ def decisions_on(target, *args, **options):
 
 
 def test_auto_converts_what_pays_on_the_target():
-    meta = [torch.empty(*s, dtype=bf16, device="meta", requires_grad=True) for s in ((8192, 4096), (8192, 4096))]
+    meta = [
+        torch.empty(*s, dtype=bf16, device="meta", requires_grad=True) for s in ((8192, 4096), (8192, 4096))
+    ]
     decisions = decisions_on("h100", *meta)
     assert len(decisions) == 3 and all(d.converted for d in decisions)
     assert all(d.speedup is not None and d.speedup > 1 for d in decisions)

@@ -79,7 +79,9 @@ class TestMarker(TestCase):
             return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
 
         text = graph_after(f, randn(16, 32, grad=False), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 arg0_1: e4m3[48,32]
 arg1_1: f32[]
 arg2_1: bf16[16,32]
@@ -90,7 +92,8 @@ reciprocal: f32[] = reciprocal(scale)
 reciprocal_1: f32[] = reciprocal(arg1_1)
 permute: e4m3[32,48] = permute(arg0_1, [1, 0])
 scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
-return [scaled_mm]""")
+return [scaled_mm]""",
+        )
 
     def test_another_format_is_cast(self):
         """Rowwise wanted, tensorwise marked: the marked tensor is quantized like any other."""
