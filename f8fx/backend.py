@@ -18,9 +18,16 @@ from torch import fx
 from . import executor, lowerings
 from .cache import CacheKey, load_report, store_report
 from .options import Options
+from .partition import Partitioner
 from .passes import Pipeline
 from .report import GraphReport, log, publish
-from .torch_private import CustomGraphPass, check_version, compile_fx_module, joint_custom_pre_pass
+from .torch_private import (
+    CustomGraphPass,
+    check_version,
+    compile_fx_module,
+    inductor_config,
+    joint_custom_pre_pass,
+)
 
 CompileFx = Callable[..., Any]
 
@@ -99,31 +106,41 @@ def compile_graph(
         patches: further Inductor options, for callers that stand in for the stock backend.
     """
     _warn_version()
-    compile_fx = compile_fx or compile_fx_module().compile_fx
     config = {**(patches or {}), **options.inductor}
     graph_pass = _graph_pass(gm, example_inputs, options, config)
-    if options.executor == "eager":
-        run: Callable[[fx.GraphModule, GraphPass | None], Any] = lambda graph, p: executor.compile_eager(  # noqa: E731
-            graph, example_inputs, p
-        )
-    else:
-        lowerings.register()
-
-        def run(graph: fx.GraphModule, p: GraphPass | None) -> Any:
-            extra = {"joint_custom_pre_pass": p} if p is not None else {}
-            return compile_fx(graph, example_inputs, config_patches={**config, **extra})
-
-    spare = gm if options.strict else copy.copy(gm)
+    run = _runner(example_inputs, options, config, compile_fx or compile_fx_module().compile_fx)
+    # compilers take over the graph they are given: keep one for the fallback
+    spare = None if options.strict else fx.GraphModule(gm, copy.deepcopy(gm.graph))
     try:
-        if not options.strict:
-            spare.graph = copy.deepcopy(gm.graph)
         compiled = run(gm, graph_pass)
     except Exception as error:
-        if options.strict or not _is_ours(error, graph_pass):
+        if spare is None or not _is_ours(error, graph_pass):
             raise
         return _fall_back(error, graph_pass, options, lambda: run(spare, None))
     _publish(graph_pass, options)
     return compiled
+
+
+def _runner(
+    example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any], compile_fx: CompileFx
+) -> Callable[[fx.GraphModule, GraphPass | None], Callable[..., Any]]:
+    """What compiles a graph: with the pass, or, given none, as if f8fx were not there."""
+
+    def run_eagerly(graph: fx.GraphModule, graph_pass: GraphPass | None) -> Callable[..., Any]:
+        return executor.compile_eager(graph, example_inputs, graph_pass, save=options.save)
+
+    def run_inductor(graph: fx.GraphModule, graph_pass: GraphPass | None) -> Callable[..., Any]:
+        if graph_pass is None:
+            return compile_fx(graph, example_inputs, config_patches=dict(config))
+        ours: dict[str, Any] = {"joint_custom_pre_pass": graph_pass}
+        if config.get("custom_partitioner_fn", inductor_config().custom_partitioner_fn) is None:
+            ours["custom_partitioner_fn"] = Partitioner(options.save)
+        return compile_fx(graph, example_inputs, config_patches={**config, **ours})
+
+    if options.executor == "eager":
+        return run_eagerly
+    lowerings.register()
+    return run_inductor
 
 
 def _graph_pass(

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from .torch_private import aot_backend, boxed, decompositions, min_cut_partition
+from .partition import Partitioner, Save
+from .torch_private import aot_backend, boxed, decompositions
 
 GraphTransform = Callable[[fx.Graph], None]
 
@@ -23,19 +24,23 @@ def compile_eager(
     example_inputs: Sequence[Any],
     transform: GraphTransform | None,
     on_partition: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
+    save: Save = "lean",
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph to eager execution of its (transformed) AOTAutograd graphs.
 
     Args:
         transform: applied to the joint graph, or to the inference graph.
         on_partition: called with the forward and the backward graph.
+        save: see :class:`~f8fx.partition.Partitioner`.
     """
+
+    partitioner = Partitioner(save)
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if transform is not None:
             transform(joint.graph)
             joint.recompile()
-        halves = min_cut_partition(joint, inputs, **kwargs)
+        halves = partitioner(joint, inputs, **kwargs)
         if on_partition is not None:
             on_partition(*halves)
         return halves

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .partition import Partitioner
 from .passes import Pipeline
 from .report import GraphReport
 from .torch_private import (
@@ -71,6 +72,7 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     pipeline: Pipeline,
+    partitioner: Partitioner,
     like_gpu: bool,
     dynamic: bool,
 ) -> list[GraphTrace]:
@@ -78,6 +80,7 @@ def trace(
 
     Args:
         pipeline: the passes.
+        partitioner: what the float8 graph is split with.
         like_gpu: trace attention and autocast as on a GPU, wherever the tensors are.
         dynamic: all sizes of inputs are symbolic.
 
@@ -88,7 +91,7 @@ def trace(
     replica = _Replica(mode, (model, args, kwargs))
     call = replica.of_callable(model)
     fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))
-    collector = _Collector(pipeline, like_gpu)
+    collector = _Collector(pipeline, partitioner, like_gpu)
     try:
         with unnoticed_by_dynamo(), mode, warnings.catch_warnings():
             # of no consequence: see _as_on_target
@@ -231,8 +234,9 @@ def _tensors(value: Any) -> list[Tensor]:
 class _Collector:
     """A Dynamo backend that looks at each graph and hands it back as it was."""
 
-    def __init__(self, pipeline: Pipeline, like_gpu: bool) -> None:
+    def __init__(self, pipeline: Pipeline, partitioner: Partitioner, like_gpu: bool) -> None:
         self.pipeline = pipeline
+        self.partitioner = partitioner
         self.like_gpu = like_gpu
         self.graphs: list[GraphTrace] = []
 
@@ -266,7 +270,7 @@ class _Collector:
         high = low = saved_bytes(halves[0].graph, outputs)
         if report.converted:
             rewritten.recompile()
-            low = saved_bytes(min_cut_partition(rewritten, inputs, **kwargs)[0].graph, outputs)
+            low = saved_bytes(self.partitioner(rewritten, inputs, **kwargs)[0].graph, outputs)
         self.graphs.append(GraphTrace(report, high, low, *communicated))
         return halves
 

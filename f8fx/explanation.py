@@ -27,6 +27,7 @@ from . import explain_trace
 from .explain_trace import ExplainError, GraphTrace
 from .hardware import Hardware
 from .options import Options
+from .partition import Partitioner
 from .passes import Pipeline, Quantize, Select
 from .recipe import Role
 from .report import Decision, GraphReport
@@ -214,7 +215,15 @@ def explain(
     if not callable(model):
         raise TypeError(f"model must be a module or a function, got {type(model).__name__}")
     like_gpu = parsed.target is not None and parsed.target.name != "cpu"
-    traces = explain_trace.trace(model, args, kwargs or {}, _pipeline(parsed, like_gpu), like_gpu, dynamic)
+    traces = explain_trace.trace(
+        model,
+        args,
+        kwargs or {},
+        _pipeline(parsed, like_gpu),
+        Partitioner(parsed.save),
+        like_gpu,
+        dynamic,
+    )
     target_names = sorted({trace.report.target for trace in traces if trace.report.target})
     explanation = Explanation(
         model=explain_trace.name_of(model),

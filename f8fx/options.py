@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from . import hardware
 from .hardware import Hardware
+from .partition import Save
 from .passes.select import FilterFn, Policy
 from .recipe import PRESETS, Recipe
 from .torch_private import inductor_config, inductor_mode_options, inductor_modes
@@ -41,6 +42,8 @@ class Options:
             unless the function has an attribute ``uuid``: a string that changes when its answers do.
         pad: ``"auto"`` zero-pads sizes that are no multiple of 16 (under ``select="auto"`` where
             that pays); ``"never"`` leaves such matmuls alone.
+        save: ``"lean"`` lets the backward redo casts of what is saved anyway, so that no more bytes are
+            saved than in high precision; ``"fast"`` saves what the forward has cast.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
@@ -56,6 +59,7 @@ class Options:
     only_fqns: tuple[str, ...] = ()
     filter_fn: FilterFn | None = None
     pad: Literal["auto", "never"] = "auto"
+    save: Save = "lean"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
     target: Hardware | None = None
@@ -101,7 +105,7 @@ class Options:
     def decision_key(self) -> tuple[Any, ...]:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
         target = self.target.name if self.target else None
-        return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, target)
+        return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, self.save, target)
 
 
 def _unknown(what: str, value: object, known: Iterable[str]) -> str:
@@ -186,6 +190,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "only_fqns": _names("only_fqns"),
     "filter_fn": _filter_fn,
     "pad": _choice("pad", "auto", "never"),
+    "save": _choice("save", "lean", "fast"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),
     "target": _target,

@@ -9,7 +9,8 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -198,11 +199,49 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-def min_cut_partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor's partitioner: joint graph -> forward and backward graph."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+if TYPE_CHECKING:
 
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
+    class CustomPartitionerFn:
+        """Base class of partitioners that Inductor can put into its cache keys."""
+
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any: ...
+
+        def uuid(self) -> Any: ...
+
+else:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+
+_PARTITIONING = threading.Lock()
+
+
+def min_cut_partition(
+    joint: fx.GraphModule,
+    inputs: Sequence[Any],
+    recomputable: Collection[Any] = (),
+    **kwargs: Any,
+) -> Any:
+    """Inductor's partitioner: joint graph -> forward and backward graph.
+
+    Args:
+        recomputable: operators (packets) it may recompute in the backward and counts as fusible, beside
+            those it knows. It has no interface for that, so the function that lists them
+            (``torch._functorch.partitioners.get_default_op_list``) is replaced for the call.
+    """
+    from torch._functorch import partitioners
+
+    kwargs.setdefault("compiler", "inductor")
+    if not recomputable:
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    known = partitioners.get_default_op_list
+
+    def extended() -> Any:
+        types = known()
+        types.recomputable_ops.update(recomputable)
+        types.fusible_ops.update(recomputable)
+        return types
+
+    with _PARTITIONING, patched_attribute(partitioners, "get_default_op_list", extended):
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
 def aot_backend(**kwargs: Any) -> Callable[..., Any]:

@@ -33,11 +33,12 @@ def joint_graphs(
     transform: Callable[[fx.Graph], Any],
     dynamic: bool = False,
     on_partition: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
+    save: Any = "lean",
 ) -> None:
     """Traces `fn` as Inductor would and calls `transform` on its joint (or inference) graph."""
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        executor.compile_eager(gm, inputs, transform, on_partition)
+        executor.compile_eager(gm, inputs, transform, on_partition, save)
         return gm.forward  # the rewritten graph is looked at, not run
 
     torch._dynamo.reset()

@@ -52,7 +52,7 @@ class Net(nn.Module):
         return x
 
 
-def saved(mode: str, recipe: str | None, budget: float = 1.0) -> dict[str, int]:
+def saved(mode: str, recipe: str | None, budget: float = 1.0, save: str = "lean") -> dict[str, int]:
     """Tensors kept between forward and backward that are no inputs: name -> bytes."""
     result: dict[str, int] = {}
 
@@ -73,7 +73,7 @@ def saved(mode: str, recipe: str | None, budget: float = 1.0) -> dict[str, int]:
     torch.manual_seed(0)
     model = Net(mode).to(bf16)
     with torch._functorch.config.patch(activation_memory_budget=budget):
-        joint_graphs(model, randn(8, 16, 64), transform=transform, on_partition=on_partition)
+        joint_graphs(model, randn(8, 16, 64), transform=transform, on_partition=on_partition, save=save)
     return result
 
 
@@ -103,6 +103,14 @@ def test_memory_budget_is_kept(budget, recipe):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_without_checkpointing_float8_saves_less_than_bf16(recipe):
     assert sum(saved("none", recipe).values()) < sum(saved("none", None).values())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_lean_saves_no_copy_of_what_the_backward_can_rebuild(recipe):
+    """Norm and SwiGLU outputs are rebuilt from what is saved anyway; "fast" keeps their copies."""
+    lean, fast = saved("none", recipe), saved("none", recipe, save="fast")
+    assert sum(lean.values()) < sum(fast.values())
+    assert not [name for name, size in lean.items() if "quantize" in name and size > 64 * 128]
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -1,0 +1,44 @@
+"""What is saved between forward and backward.
+
+The backward's ``grad_weight`` gemms read transposed float8 copies of the forward's inputs. Such a copy
+can be made in the forward and saved, one byte an element, or in the backward, from a source that is
+saved anyway or recomputed. Inductor's partitioner decides such things by a minimum cut; all it has to know is
+that casts and amaxes may be recomputed. Scales always are saved: they are small and dear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import fx
+
+from . import ops
+from .torch_private import CustomPartitionerFn, min_cut_partition
+
+Save = Literal["lean", "fast"]
+
+#: What each choice lets the partitioner recompute.
+_RECOMPUTABLE = {
+    "lean": frozenset(op.overloadpacket for op in (ops.amax, ops.quantize, ops.quantize_both)),
+    "fast": frozenset[Any](),
+}
+
+
+class Partitioner(CustomPartitionerFn):
+    """Inductor's min-cut partitioner, told about our operators.
+
+    Args:
+        save: ``"lean"``: casts may be recomputed, so that no more is saved than the sources;
+            ``"fast"``: what the forward has cast is saved.
+    """
+
+    def __init__(self, save: Save) -> None:
+        self.save = save
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return min_cut_partition(gm, joint_inputs, _RECOMPUTABLE[self.save], **kwargs)
+
+    def uuid(self) -> Any:
+        """The code's hash is part of the pass's key."""
+        return f"f8fx {self.save}"

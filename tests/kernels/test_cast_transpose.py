@@ -1,0 +1,310 @@
+"""The Triton kernels give the bits of the definitions, under Triton's interpreter: no GPU needed.
+
+Triton decides at import whether kernels are compiled or interpreted, so the tests proper run in a
+process of their own, with ``TRITON_INTERPRET=1``: in any other, this file is one test that starts it.
+
+The interpreter converts floats by its own arithmetic, which rounds half up, loses NaN and gets bfloat16
+subnormals wrong (Triton 3.6 to 3.9). That one instruction is replaced by torch's conversion, which rounds to
+nearest even as GPUs do; all else is the interpreter's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from f8fx.kernels import cast, cast_transpose, column_scale, launch, row_cast
+from f8fx.recipe import EPS
+
+pytest.importorskip("triton")
+
+INTERPRETED = launch.interpreted()
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+HIGH = (torch.bfloat16, torch.float16, torch.float32)
+ALIGN = ([1, 1], [16, 1], [1, 16], [16, 16])
+SMALL = launch.Tile(16, 32, 4)
+sweep = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def in_interpreter(test):
+    """A test of the other process; here there is nothing to collect, so that no skips are counted."""
+    return test if INTERPRETED else None
+
+
+def written():
+    """Float8 types that the interpreter can write: no ``fnuz`` ones before Triton 3.9."""
+    from triton.runtime import interpreter
+
+    return [t for t in FP8 if hasattr(interpreter.interpreter_builder, f"get_{launch.TRITON_FLOAT8[t]}_ty")]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_interpreted():
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def torch_conversion(input, input_dtype, output_dtype, rounding_mode):
+    """``triton.runtime.interpreter._convert_float`` with torch's arithmetic."""
+    import numpy as np
+
+    floats = {name: dtype for dtype, name in launch.TRITON_FLOAT8.items()}
+    floats |= {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    carriers = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+    sizes = {8: np.uint8, 16: np.int16, 32: np.int32}
+    bits = np.ascontiguousarray(input).view(sizes[input_dtype.primitive_bitwidth])
+    source = torch.from_numpy(bits.copy()).view(floats[str(input_dtype)])
+    result = source.to(floats[str(output_dtype)])
+    raw = result.view(carriers[output_dtype.primitive_bitwidth]).numpy()
+    return raw.view(getattr(np, f"uint{output_dtype.primitive_bitwidth}")).reshape(input.shape)
+
+
+@pytest.fixture(autouse=True)
+def conversions(monkeypatch):
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        monkeypatch.setattr(interpreter, "_convert_float", torch_conversion)
+
+
+def same_bits(got, want):
+    """Equal bytes, but for the sign of a NaN, on which processors do not agree (Inf * 0)."""
+    assert got.shape == want.shape and got.dtype == want.dtype and got.stride() == want.stride()
+    nan = want.float().isnan()
+    assert torch.equal(got.float().isnan(), nan)
+    assert torch.equal(got.view(torch.uint8)[~nan], want.view(torch.uint8)[~nan])
+
+
+def same_scales(got, want):
+    """Equal values, NaN at the same places."""
+    assert got.dtype == want.dtype == torch.float32
+    assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
+
+
+def source(shape, dtype, seed, special=False, layout="row-major"):
+    """Values over many binades, in one of several layouts; with ``special``, some NaN, Inf and subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(
+        torch.randint(-12, 10, shape, generator=generator).float()
+    )
+    if special and x.numel():
+        values = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-40, 65504.0, 3e38, -3e38)
+        where = torch.randint(0, x.numel(), (min(6, x.numel()),), generator=generator)
+        which = torch.randint(0, len(values), where.shape, generator=generator)
+        x.view(-1)[where] = torch.tensor(values)[which]
+    x = x.to(dtype)
+    if layout == "column-major":
+        return x.t().contiguous().t()
+    if layout == "strided":
+        wide = torch.full((shape[0] * 2, shape[1] * 3), 7.0, dtype=dtype)
+        wide[::2, ::3] = x
+        return wide[::2, ::3]
+    if layout == "offset":
+        wide = torch.full((shape[0], shape[1] + 5), 7.0, dtype=dtype)
+        wide[:, 3 : 3 + shape[1]] = x
+        return wide[:, 3 : 3 + shape[1]]
+    return x
+
+
+def scale_of(x, dim, dtype, kind, seed):
+    """A scale that fits, one that saturates much, or one that is itself not finite."""
+    if kind == "fit":
+        return cast.scale(cast.amax(x, dim), dtype, False)
+    shape = () if dim is None else (x.shape[1 - dim],)
+    values = torch.exp2(torch.randint(-3, 12, shape, generator=torch.Generator().manual_seed(seed)).float())
+    if kind == "wild":
+        values = torch.where(values > 200, torch.tensor([torch.nan, torch.inf, 0.0])[seed % 3], values)
+    return values
+
+
+shapes = st.tuples(
+    st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 48, 70]), st.sampled_from([0, 1, 3, 16, 31, 32, 33, 64, 70])
+)
+sources = {
+    "shape": shapes,
+    "high": st.sampled_from(HIGH),
+    "seed": st.integers(0, 1000),
+    "special": st.booleans(),
+    "layout": st.sampled_from(["row-major", "row-major", "column-major", "strided", "offset"]),
+}
+dims = st.sampled_from([None, 0, 1])
+float8 = st.deferred(lambda: st.sampled_from(written()))
+
+
+@in_interpreter
+@sweep
+@given(
+    **sources,
+    fp8=float8,
+    dim=dims,
+    dim_t=dims,
+    align=st.sampled_from(ALIGN),
+    align_t=st.sampled_from(ALIGN),
+    kind=st.sampled_from(["fit", "large", "wild"]),
+)
+def test_cast_transpose(shape, high, seed, special, layout, fp8, dim, dim_t, align, align_t, kind):
+    x = source(shape, high, seed, special, layout)
+    scale, scale_t = scale_of(x, dim, fp8, kind, seed), scale_of(x, dim_t, fp8, kind, seed + 1)
+    arguments = {"dtype": fp8, "dim": dim, "dim_t": dim_t, "align": align, "align_t": align_t}
+    want = cast_transpose.reference(x, scale, scale_t, **arguments)
+    for copy, expected in zip(
+        cast_transpose.cast_transpose(x, scale, scale_t, **arguments, tile=SMALL), want, strict=True
+    ):
+        same_bits(copy, expected)
+
+
+@in_interpreter
+@settings(sweep, max_examples=100)
+@given(**sources, fp8=float8, dim=dims, align=st.sampled_from(ALIGN), transposed=st.booleans())
+def test_one_copy(shape, high, seed, special, layout, fp8, dim, align, transposed):
+    x = source(shape, high, seed, special, layout)
+    scale = scale_of(x, dim, fp8, "fit", seed)
+    kernel = cast_transpose.cast_transposed if transposed else cast_transpose.cast
+    want = cast.quantize(x, scale, fp8, dim, transposed, align)
+    same_bits(kernel(x, scale, dtype=fp8, dim=dim, align=align, tile=SMALL), want)
+
+
+@in_interpreter
+@settings(sweep, max_examples=150)
+@given(
+    **sources,
+    fp8=float8,
+    power_of_2=st.booleans(),
+    align=st.sampled_from(ALIGN),
+    block=st.sampled_from([16, 128]),
+)
+def test_row_cast(shape, high, seed, special, layout, fp8, power_of_2, align, block):
+    x = source(shape, high, seed, special, layout)
+    tile = launch.Tile(4, block, 4)  # 16: rows are looped over, 128: held
+    data, scale = row_cast.row_cast(x, dtype=fp8, power_of_2=power_of_2, align=align, tile=tile)
+    expected, scales = row_cast.reference(x, dtype=fp8, power_of_2=power_of_2, align=align)
+    same_scales(scale, scales)
+    same_bits(data, expected)
+
+
+@in_interpreter
+@settings(sweep, max_examples=100)
+@given(**sources, fp8=float8, power_of_2=st.booleans())
+def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2):
+    x = source(shape, high, seed, special, layout)
+    got = column_scale.column_scale(x, dtype=fp8, power_of_2=power_of_2, tile=launch.Tile(4, 32, 4))
+    same_scales(got, column_scale.reference(x, dtype=fp8, power_of_2=power_of_2))
+
+
+@in_interpreter
+def test_starting_tiles():
+    x = source((130, 150), torch.bfloat16, 0)
+    scale = scale_of(x, None, torch.float8_e4m3fn, "fit", 0)
+    want = cast_transpose.reference(x, scale, scale, dtype=torch.float8_e4m3fn)
+    for got, expected in zip(
+        cast_transpose.cast_transpose(x, scale, scale, dtype=torch.float8_e4m3fn), want, strict=True
+    ):
+        same_bits(got, expected)
+    data, scales = row_cast.row_cast(x, dtype=torch.float8_e4m3fn)
+    expected, expected_scales = row_cast.reference(x, dtype=torch.float8_e4m3fn)
+    same_bits(data, expected)
+    same_scales(scales, expected_scales)
+
+
+def amaxes_at_every_exponent():
+    """All float32 exponents, each with the mantissas around its ends, and a few between; zero, Inf, NaN."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.cat([torch.arange(64), torch.arange(2**23 - 64, 2**23)])
+    # 448, 57344 and 240 over these are a few float32 steps above and below powers of two
+    limits = [torch.tensor(torch.finfo(dtype).max).view(torch.int32) & 0x7FFFFF for dtype in FP8]
+    near = torch.cat([limit + torch.arange(-64, 64) for limit in limits])
+    mantissas = torch.cat([ends, near, torch.randint(0, 2**23, (128,), generator=generator)])
+    bits = (torch.arange(255)[:, None] << 23) | (mantissas[None, :] & 0x7FFFFF)
+    values = bits.to(torch.int32).view(torch.float32).flatten()
+    edge = torch.tensor([0.0, torch.inf, torch.nan, EPS, 2 * EPS, torch.finfo(torch.float32).max])
+    return torch.cat([values, edge, torch.nextafter(edge[3:4], edge[4:5])])
+
+
+@in_interpreter
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("fp8", FP8)
+def test_scale_at_every_exponent(fp8, power_of_2):
+    """One column each; a partial amax of one row is the value itself."""
+    amax = amaxes_at_every_exponent()
+    got = torch.empty_like(amax)
+    kernel = launch.kernels("column_scale").scale_of_partials_kernel
+    kernel[(launch.ceil_div(len(amax), 1 << 17),)](
+        *(amax[None], got, 1, len(amax)),
+        LIMIT=torch.finfo(fp8).max,
+        EPS=EPS,
+        POWER_OF_2=power_of_2,
+        BLOCK_P=1,
+        BLOCK_N=1 << 17,
+    )
+    want = cast.scale(amax, fp8, power_of_2)
+    same_scales(got, want)
+    if power_of_2:  # the case that exponent bits alone would get wrong is among them
+        assert (want > cast.scale(amax, fp8, False)).any()
+
+
+def test_one_float32_division_is_the_definition():
+    """What makes float64 unnecessary in the kernels."""
+    amax = torch.cat(
+        [amaxes_at_every_exponent(), torch.rand(1 << 20, generator=torch.Generator().manual_seed(0))]
+    )
+    for fp8 in FP8:
+        limit = torch.finfo(fp8).max
+        single = torch.where(amax <= torch.tensor(EPS), torch.tensor(limit / EPS), torch.tensor(limit) / amax)
+        same_scales(single, cast.scale(amax, fp8, False))
+
+
+@pytest.mark.parametrize("fp8", FP8)
+def test_on_a_cpu_the_definition_runs(fp8):
+    x = source((33, 20), torch.bfloat16, 0)
+    scale = scale_of(x, None, fp8, "fit", 0)
+    want = cast_transpose.reference(x, scale, scale, dtype=fp8)
+    for got, expected in zip(cast_transpose.cast_transpose(x, scale, scale, dtype=fp8), want, strict=True):
+        same_bits(got, expected)
+    same_scales(column_scale.column_scale(x, dtype=fp8), column_scale.reference(x, dtype=fp8))
+
+
+def test_fnuz_needs_an_amd_gpu():
+    from triton.backends.compiler import GPUTarget
+
+    hopper, mi300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
+    for fp8, target in itertools.product(FP8, (hopper, mi300)):
+        reason = launch.unsupported_by_target(target, fp8)
+        assert (reason is None) == ("fnuz" not in str(fp8) or target is mi300)
+    assert (
+        launch.unsupported_by_target(hopper, torch.float8_e4m3fnuz)
+        == "Triton has no torch.float8_e4m3fnuz on cuda:90"
+    )
+
+
+def test_without_triton_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match="pip install triton"):
+        launch.kernels("cast_transpose")
+
+
+def test_a_scale_that_does_not_fit():
+    x = torch.zeros(4, 6)
+    with pytest.raises(ValueError, match="6 contiguous float32 values, got torch.float32 of shape \\(4,\\)"):
+        cast_transpose.check_scale(x, torch.ones(4), 0)
+
+
+def test_starting_tile_fills_the_machine():
+    assert cast_transpose.starting_tile(8192, 4096, 2, 132) == launch.Tile(128, 128, 8)
+    assert cast_transpose.starting_tile(8192, 4096, 4, 132) == launch.Tile(64, 128, 4)
+    assert cast_transpose.starting_tile(1024, 1024, 2, 132) == launch.Tile(32, 64, 2)
+    assert row_cast.tile_of(4096) == launch.Tile(1, 4096, 8)
+    assert row_cast.tile_of(64) == launch.Tile(32, 64, 4)
+    assert row_cast.tile_of(14336) == launch.Tile(1, 16384, 16)
+    assert row_cast.tile_of(28672) == launch.Tile(1, 8192, 16)
