@@ -1,0 +1,217 @@
+"""What the Triton kernels become on each GPU generation, compiled here without a GPU.
+
+Registers and spills are those of the machine code (``cuobjdump --dump-resource-usage``), the width of memory
+accesses and the conversions are read in the PTX. Sizes are said to be multiples of 16, as Triton's launcher
+finds for itself when they are.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import subprocess
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from f8fx.kernels import cast_transpose, column_scale, launch, row_cast
+from f8fx.recipe import EPS
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(launch.interpreted(), reason="Triton interprets in this process")
+
+TARGETS = (89, 90, 100, 120)
+TRITON = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with its compile-time arguments; ``pointers`` by name, all other arguments are sizes."""
+
+    module: str
+    kernel: str
+    pointers: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    #: Sizes that are not multiples of 16.
+    odd: tuple[str, ...] = ()
+
+    def compile(self, capability: int) -> Compiled:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        fn = getattr(launch.kernels(self.module), self.kernel)
+        constants = {"stride_n": 1, **self.constants}
+        signature = {
+            name: "constexpr" if name in constants else "*" + self.pointers[name] if name in self.pointers else "i32"
+            for name in fn.arg_names
+        }
+        at = {name: (index,) for index, name in enumerate(fn.arg_names)}
+        source = ASTSource(
+            fn,
+            signature,
+            constexprs={at[name]: value for name, value in constants.items() if name in at},
+            attrs={
+                at[name]: [["tt.divisibility", 16]]
+                for name, kind in signature.items()
+                if kind != "constexpr" and name not in self.odd
+            },
+        )
+        target = GPUTarget("cuda", capability, 32)
+        return Compiled(triton.compile(source, target=target, options={"num_warps": self.warps}))
+
+
+@dataclass
+class Compiled:
+    """A compiled kernel: the mnemonics of its PTX, and what it occupies."""
+
+    kernel: Any
+    ptx: collections.Counter[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        text = self.kernel.asm["ptx"]
+        self.ptx = collections.Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", text, re.MULTILINE))
+
+    def usage(self, folder: Any) -> dict[str, int]:
+        """REG (registers a thread), STACK and LOCAL (bytes of spills), ... of the machine code."""
+        from triton import knobs
+
+        path = folder / "kernel.cubin"
+        path.write_bytes(self.kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", done.stdout)}
+
+    def widths(self, access: str) -> dict[str, int]:
+        """How often each form of ``ld.global`` or ``st.global`` occurs."""
+        return {name: count for name, count in self.ptx.items() if name.startswith(access + ".")}
+
+
+def cast_transpose_case(
+    tile, high="bf16", fp8=E4M3, dim=None, dim_t=None, odd=(), **flags
+) -> Case:
+    name = launch.TRITON_FLOAT8[fp8]
+    pointers = {"x": high, "scale": "fp32", "scale_t": "fp32", "out": name, "out_t": name}
+    constants = cast_transpose.constants(fp8, dim, dim_t, **flags)
+    constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+    return Case("cast_transpose", "cast_transpose_kernel", pointers, constants, tile.warps, odd)
+
+
+def row_cast_case(columns, high="bf16", fp8=E4M3, **flags) -> Case:
+    tile = row_cast.tile_of(columns)
+    constants = {"LIMIT": torch.finfo(fp8).max, "EPS": EPS, "POWER_OF_2": False, "PADDED": False, "CLAMP": True}
+    constants |= {"LOOP": columns > tile.columns, "ROWS": tile.rows, "BLOCK": tile.columns, **flags}
+    pointers = {"x": high, "out": launch.TRITON_FLOAT8[fp8], "scale": "fp32"}
+    return Case("row_cast", "row_cast_kernel", pointers, constants, tile.warps)
+
+
+STARTING = cast_transpose.starting_tile(8192, 4096, 2, 132)
+COLUMN_AMAX = Case(
+    "column_scale",
+    "column_amax_kernel",
+    {"x": "bf16", "partial": "fp32"},
+    {"BLOCK_M": column_scale.TILE.rows, "BLOCK_N": column_scale.TILE.columns},
+    column_scale.TILE.warps,
+)
+SCALES = Case(
+    "column_scale",
+    "scale_of_partials_kernel",
+    {"partial": "fp32", "scale": "fp32"},
+    {"LIMIT": 448.0, "EPS": EPS, "POWER_OF_2": True, "BLOCK_P": 32, "BLOCK_N": 64},
+    4,
+    odd=("P",),
+)
+#: What every target must take without spills.
+CASES = {
+    "both, tensorwise": cast_transpose_case(STARTING),
+    "both, rowwise": cast_transpose_case(STARTING, dim=1, dim_t=0),
+    "rows": row_cast_case(4096),
+    "long rows": row_cast_case(16384),
+    "column amax": COLUMN_AMAX,
+    "scales": SCALES,
+}
+NEVER = ("min.NaN", "max.NaN")
+
+
+def check_occupancy(compiled, folder):
+    usage = compiled.usage(folder)
+    assert usage["STACK"] == usage["LOCAL"] == 0, f"register spills: {usage}"
+    # float minimum and maximum that keep NaN: triton-lang/triton#11111
+    assert not any(name.startswith(NEVER) for name in compiled.ptx)
+    return usage
+
+
+def check_conversions(compiled, fp8="e4m3x2"):
+    conversions = {name for name in compiled.ptx if name.startswith("cvt.") and fp8 in name}
+    # all conversions saturate and round to nearest even, two at a time
+    assert conversions == {f"cvt.rn.satfinite.{fp8}.f32"}
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("name", CASES)
+def test_no_spills(name, capability, tmp_path):
+    compiled = CASES[name].compile(capability)
+    usage = check_occupancy(compiled, tmp_path)
+    assert usage["REG"] <= 80
+    if name not in ("column amax", "scales"):
+        check_conversions(compiled)
+    if "both" in name:
+        # 8 + 8 accesses of 16 bytes for 64 elements a thread, and none narrower; scales are loaded besides
+        assert compiled.widths("st.global") == {"st.global.v4.b32": 8}
+        assert compiled.ptx["ld.global.v4.b32"] >= 8
+        # transposed as 16-bit words in shared memory, not byte by byte
+        assert not any(".shared" in access and access.endswith("b8") for access in compiled.ptx)
+        assert any(access.startswith("ldmatrix") and ".trans" in access for access in compiled.ptx)
+    if "rows" in name:
+        assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
+        assert compiled.ptx["st.global.v4.b32"]
+    if name == "column amax":
+        assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
+
+
+@pytest.mark.parametrize("tile", cast_transpose.TILES, ids=str)
+@pytest.mark.parametrize("dims", [(None, None), (1, 0)], ids=["tensorwise", "rowwise"])
+def test_all_tiles_on_hopper(tile, dims, tmp_path):
+    compiled = cast_transpose_case(tile, dim=dims[0], dim_t=dims[1]).compile(90)
+    assert check_occupancy(compiled, tmp_path)["REG"] <= 128
+    assert set(compiled.widths("st.global")) == {"st.global.v4.b32"}
+    assert compiled.ptx["ld.global.v4.b32"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cast_transpose_case(cast_transpose.starting_tile(8192, 4096, 4, 132), "fp32"),
+        cast_transpose_case(STARTING, "fp16", torch.float8_e5m2),
+        cast_transpose_case(STARTING, write_t=False),
+        cast_transpose_case(STARTING, write=False),
+        cast_transpose_case(STARTING, padded=True),
+        cast_transpose_case(STARTING, clamp=False),
+        row_cast_case(16384, "fp32"),
+        row_cast_case(28672),
+        row_cast_case(256, POWER_OF_2=True),
+    ],
+    ids=["fp32", "e5m2", "row-major", "transposed", "padded", "no clamp", "fp32 rows", "looped rows", "short rows"],
+)
+def test_variants_on_hopper(case, tmp_path):
+    compiled = case.compile(90)
+    check_occupancy(compiled, tmp_path)
+    check_conversions(compiled, "e5m2x2" if "fp8e5" in case.pointers.values() else "e4m3x2")
+    assert compiled.ptx["ld.global.v4.b32"] and compiled.ptx["st.global.v4.b32"]
+
+
+def test_float32_scales_need_no_float64():
+    compiled = CASES["rows"].compile(90)
+    assert not any("f64" in name for name in compiled.ptx)
+    assert any(name.startswith("div.rn.f32") for name in compiled.ptx)
+
+
+def test_odd_sizes_take_narrow_accesses_and_no_spills(tmp_path):
+    """A row stride that is no multiple of 16 bytes cannot be read 16 bytes at a time."""
+    compiled = cast_transpose_case(STARTING, odd=("M", "N", "stride_m"), padded=True).compile(90)
+    check_occupancy(compiled, tmp_path)
+    assert set(compiled.widths("st.global")) == {"st.global.v4.b32"}  # the padded copies
