@@ -236,7 +236,7 @@ def check_scale(x: Tensor, scale: Tensor, dim: int | None) -> None:
 @cache
 def _autotuned() -> Any:
     kernel = launch.kernels("cast_transpose").cast_transpose_kernel
-    import triton  # type: ignore[import-not-found,unused-ignore]
+    import triton
 
     configs = [
         triton.Config({"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}, num_warps=tile.warps) for tile in TILES

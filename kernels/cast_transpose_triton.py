@@ -18,12 +18,14 @@ from .numerics_triton import to_float8
 
 @triton.jit
 def scale_block(scale, m, n, M, N, DIM: tl.constexpr):
-    """Scales of a tile, to be multiplied with a [rows, columns] block; ``DIM`` -1 is one for all."""
+    """Scales of rows ``m`` (``DIM`` 1), of columns ``n`` (0) or of all (-1), to multiply an [m, n] block with."""
     if DIM == -1:
-        return tl.load(scale)
-    if DIM == 1:
-        return tl.load(scale + m, m < M, 1.0)[:, None]
-    return tl.load(scale + n, n < N, 1.0)[None, :]
+        factor = tl.load(scale)
+    elif DIM == 1:
+        factor = tl.load(scale + m, m < M, 1.0)[:, None]
+    else:
+        factor = tl.load(scale + n, n < N, 1.0)[None, :]
+    return factor
 
 
 @triton.jit

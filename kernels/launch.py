@@ -86,19 +86,30 @@ def _unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} has no conversions to float8"
     kernels("numerics")
-    from triton.runtime import driver  # type: ignore[import-not-found,unused-ignore]
+    from triton.runtime import driver
 
     with torch.cuda.device(device):
         return unsupported_by_target(driver.active.get_current_target(), dtype)
 
 
 def unsupported_by_target(target: Any, dtype: torch.dtype) -> str | None:
-    """Why Triton cannot write ``dtype`` on a ``GPUTarget``: the ``fnuz`` types exist on AMD GPUs only."""
-    from triton.compiler.compiler import make_backend  # type: ignore[import-not-found,unused-ignore]
+    """Why Triton cannot write ``dtype``, rightly rounded, on a ``GPUTarget``; ``None`` where it can.
 
-    if TRITON_FLOAT8[dtype] in make_backend(target).parse_options({}).supported_fp8_dtypes:
-        return None
-    return f"Triton has no {dtype} on {target.backend}:{target.arch}"
+    The ``fnuz`` types exist on AMD GPUs only. On sm_89, Triton before 3.9 takes float32 to float8 by way of
+    float16: what lies just above the middle of two float8 numbers is rounded to the middle first, and
+    then down (https://github.com/triton-lang/triton/pull/11753; this check can go with Triton 3.8).
+    """
+    import triton
+    from triton.compiler.compiler import make_backend
+
+    if TRITON_FLOAT8[dtype] not in make_backend(target).parse_options({}).supported_fp8_dtypes:
+        return f"Triton has no {dtype} on {target.backend}:{target.arch}"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if target.backend == "cuda" and target.arch < 90 and version < (3, 9):
+        return (
+            f"Triton {triton.__version__} rounds twice on the way to float8 on {target.backend}:{target.arch}"
+        )
+    return None
 
 
 @cache

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 import f8fx
 from f8fx import executor
@@ -14,6 +15,41 @@ from f8fx.passes import Pipeline
 from f8fx.report import GraphReport, recording
 
 bf16 = torch.bfloat16
+
+#: tensorwise with e4m3 gradients: e5m2 has 2 bits of mantissa, not enough for 20 dB
+E4M3 = f8fx.Recipe(
+    "tensorwise, e4m3 gradients",
+    output=f8fx.GemmSpec(use_fast_accum=True),
+    grad_input=f8fx.GemmSpec(),
+    grad_weight=f8fx.GemmSpec(),
+)
+
+
+class Block(nn.Module):
+    """Norm, two layers that share their input, a gated product, a layer with or without bias, a residual."""
+
+    def __init__(self, dim: int = 64, hidden: int = 96, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def gradients(model: nn.Module, call: Callable[..., Tensor], x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """Output, input gradient and parameter gradients of ``call``, which runs ``model``."""
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = call(x)
+    y.backward(grad)
+    assert x.grad is not None
+    found = {"output": y.detach(), "input": x.grad}
+    return found | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def compiled(model: Any, **options: Any) -> Any:

@@ -11,22 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import f8fx
 from f8fx.passes import Pipeline
-from tests.helpers import bf16, compiled, joint_graphs, randn
+from tests.helpers import Block, bf16, compiled, joint_graphs, randn
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
-
-class Block(nn.Module):
-    def __init__(self, dim=64, hidden=128):
-        super().__init__()
-        self.norm = nn.RMSNorm(dim)
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
 def _save_matmuls(ctx, op, *args, **kwargs):
@@ -37,7 +24,7 @@ def _save_matmuls(ctx, op, *args, **kwargs):
 class Net(nn.Module):
     def __init__(self, mode, depth=3):
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.blocks = nn.ModuleList([Block(64, 128, bias=False) for _ in range(depth)])
         self.mode = mode
 
     def forward(self, x):

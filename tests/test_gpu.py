@@ -7,56 +7,26 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import f8fx
 from f8fx import recording
 from f8fx.hardware import of_device
-from f8fx.recipe import GemmSpec
-from tests.helpers import bf16, compiled, sqnr
+from tests.helpers import E4M3, Block, bf16, compiled, gradients, sqnr
 
 HAVE_GPU = torch.cuda.is_available() and of_device(torch.device("cuda")).float8_tensor_cores
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAVE_GPU, reason="no GPU with float8 tensor cores")]
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-E4M3 = f8fx.Recipe(
-    "tensorwise, e4m3 gradients",
-    output=GemmSpec(use_fast_accum=True),
-    grad_input=GemmSpec(),
-    grad_weight=GemmSpec(),
-)
 
 
-class Block(nn.Module):
-    def __init__(self, dim=512, hidden=1024):
-        super().__init__()
-        self.norm = nn.RMSNorm(dim)
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-def block(**sizes):
+def block(dim=512, hidden=1024):
     torch.manual_seed(0)
-    return Block(**sizes).to("cuda", bf16)
+    return Block(dim, hidden).to("cuda", bf16)
 
 
 def normal(*shape, seed=0, dtype=bf16):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
-
-
-def gradients(model, call, x, grad):
-    x = x.detach().clone().requires_grad_()
-    model.zero_grad()
-    y = call(x)
-    y.backward(grad)
-    return {"output": y.detach(), "input": x.grad, **{n: p.grad.clone() for n, p in model.named_parameters()}}
 
 
 def torchao_of(model, config):

@@ -12,42 +12,10 @@ from torch import nn
 
 import f8fx
 from f8fx import recording
-from f8fx.recipe import GemmSpec
 from f8fx.torch_private import supports_rowwise_scaled_mm
-from tests.helpers import bf16, compiled, randn, sqnr
+from tests.helpers import E4M3, Block, bf16, compiled, gradients, randn, sqnr
 
 pytestmark = pytest.mark.slow
-
-#: tensorwise with e4m3 gradients: e5m2 has 2 bits of mantissa, not enough for 20 dB
-E4M3 = f8fx.Recipe(
-    "tensorwise, e4m3 gradients",
-    output=GemmSpec(use_fast_accum=True),
-    grad_input=GemmSpec(),
-    grad_weight=GemmSpec(),
-)
-
-
-class Block(nn.Module):
-    """Norm, two layers that share their input, a gated product, a biased layer, a residual."""
-
-    def __init__(self, dim=64, hidden=96):
-        super().__init__()
-        self.norm = nn.RMSNorm(dim)
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
-
-
-def gradients(model, call, x, grad):
-    x = x.detach().clone().requires_grad_()
-    model.zero_grad()
-    y = call(x)
-    y.backward(grad)
-    return {"output": y.detach(), "input": x.grad, **{n: p.grad.clone() for n, p in model.named_parameters()}}
 
 
 def torchao_compiled(model, config):

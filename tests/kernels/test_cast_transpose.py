@@ -3,9 +3,9 @@
 Triton decides at import whether kernels are compiled or interpreted, so the tests proper run in a
 process of their own, with ``TRITON_INTERPRET=1``: in any other, this file is one test that starts it.
 
-The interpreter converts floats by its own arithmetic, which rounds half up, loses NaN and gets bfloat16
-subnormals wrong (Triton 3.6 to 3.9). That one instruction is replaced by torch's conversion, which rounds to
-nearest even as GPUs do; all else is the interpreter's.
+The interpreter converts floats by its own arithmetic, which rounds half up, loses NaN and gets subnormals
+wrong (Triton 3.6 to 3.9; https://github.com/triton-lang/triton/pull/11897 mends it). That one instruction is
+replaced by torch's conversion, which rounds to nearest even as GPUs do; all else is the interpreter's.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def test_without_triton_the_error_says_what_to_install(monkeypatch):
 @on_host
 def test_a_scale_that_does_not_fit():
     x = torch.zeros(4, 6)
-    with pytest.raises(ValueError, match="6 contiguous float32 values, got torch.float32 of shape \\(4,\\)"):
+    with pytest.raises(ValueError, match=r"6 contiguous float32 values, got torch.float32 of shape \(4,\)"):
         cast_transpose.check_scale(x, torch.ones(4), 0)
 
 

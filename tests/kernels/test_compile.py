@@ -47,7 +47,11 @@ class Case:
         fn = getattr(launch.kernels(self.module), self.kernel)
         constants = {"stride_n": 1, **self.constants}
         signature = {
-            name: "constexpr" if name in constants else "*" + self.pointers[name] if name in self.pointers else "i32"
+            name: "constexpr"
+            if name in constants
+            else "*" + self.pointers[name]
+            if name in self.pointers
+            else "i32"
             for name in fn.arg_names
         }
         at = {name: (index,) for index, name in enumerate(fn.arg_names)}
@@ -74,7 +78,9 @@ class Compiled:
 
     def __post_init__(self) -> None:
         text = self.kernel.asm["ptx"]
-        self.ptx = collections.Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", text, re.MULTILINE))
+        self.ptx = collections.Counter(
+            re.findall(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", text, re.MULTILINE)
+        )
 
     def usage(self, folder: Any) -> dict[str, int]:
         """REG (registers a thread), STACK and LOCAL (bytes of spills), ... of the machine code."""
@@ -84,16 +90,16 @@ class Compiled:
         path.write_bytes(self.kernel.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", done.stdout)}
+        return {
+            name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", done.stdout)
+        }
 
     def widths(self, access: str) -> dict[str, int]:
         """How often each form of ``ld.global`` or ``st.global`` occurs."""
         return {name: count for name, count in self.ptx.items() if name.startswith(access + ".")}
 
 
-def cast_transpose_case(
-    tile, high="bf16", fp8=E4M3, dim=None, dim_t=None, odd=(), **flags
-) -> Case:
+def cast_transpose_case(tile, high="bf16", fp8=E4M3, dim=None, dim_t=None, odd=(), **flags) -> Case:
     name = launch.TRITON_FLOAT8[fp8]
     pointers = {"x": high, "scale": "fp32", "scale_t": "fp32", "out": name, "out_t": name}
     constants = cast_transpose.constants(fp8, dim, dim_t, **flags)
@@ -103,7 +109,13 @@ def cast_transpose_case(
 
 def row_cast_case(columns, high="bf16", fp8=E4M3, **flags) -> Case:
     tile = row_cast.tile_of(columns)
-    constants = {"LIMIT": torch.finfo(fp8).max, "EPS": EPS, "POWER_OF_2": False, "PADDED": False, "CLAMP": True}
+    constants = {
+        "LIMIT": torch.finfo(fp8).max,
+        "EPS": EPS,
+        "POWER_OF_2": False,
+        "PADDED": False,
+        "CLAMP": True,
+    }
     constants |= {"LOOP": columns > tile.columns, "ROWS": tile.rows, "BLOCK": tile.columns, **flags}
     pointers = {"x": high, "out": launch.TRITON_FLOAT8[fp8], "scale": "fp32"}
     return Case("row_cast", "row_cast_kernel", pointers, constants, tile.warps)
@@ -145,8 +157,13 @@ def check_occupancy(compiled, folder):
     return usage
 
 
-def check_conversions(compiled, fp8="e4m3x2"):
+def check_conversions(compiled, capability, fp8="e4m3x2"):
+    from triton.backends.compiler import GPUTarget
+
     conversions = {name for name in compiled.ptx if name.startswith("cvt.") and fp8 in name}
+    if launch.unsupported_by_target(GPUTarget("cuda", capability, 32), E4M3):
+        assert conversions == {f"cvt.rn.satfinite.{fp8}.f16x2"}  # rounds twice; the definition runs instead
+        return
     # all conversions saturate and round to nearest even, two at a time
     assert conversions == {f"cvt.rn.satfinite.{fp8}.f32"}
 
@@ -158,7 +175,7 @@ def test_no_spills(name, capability, tmp_path):
     usage = check_occupancy(compiled, tmp_path)
     assert usage["REG"] <= 80
     if name not in ("column amax", "scales"):
-        check_conversions(compiled)
+        check_conversions(compiled, capability)
     if "both" in name:
         # 8 + 8 accesses of 16 bytes for 64 elements a thread, and none narrower; scales are loaded besides
         assert compiled.widths("st.global") == {"st.global.v4.b32": 8}
@@ -195,12 +212,22 @@ def test_all_tiles_on_hopper(tile, dims, tmp_path):
         row_cast_case(28672),
         row_cast_case(256, POWER_OF_2=True),
     ],
-    ids=["fp32", "e5m2", "row-major", "transposed", "padded", "no clamp", "fp32 rows", "looped rows", "short rows"],
+    ids=[
+        "fp32",
+        "e5m2",
+        "row-major",
+        "transposed",
+        "padded",
+        "no clamp",
+        "fp32 rows",
+        "looped rows",
+        "short rows",
+    ],
 )
 def test_variants_on_hopper(case, tmp_path):
     compiled = case.compile(90)
     check_occupancy(compiled, tmp_path)
-    check_conversions(compiled, "e5m2x2" if "fp8e5" in case.pointers.values() else "e4m3x2")
+    check_conversions(compiled, 90, "e5m2x2" if "fp8e5" in case.pointers.values() else "e4m3x2")
     assert compiled.ptx["ld.global.v4.b32"] and compiled.ptx["st.global.v4.b32"]
 
 
