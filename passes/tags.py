@@ -2,12 +2,14 @@
 
 Checkpointing marks the nodes of a region (``recompute``, ``ac_graph_id``). Nodes inserted for a
 matmul inherit its marks, or the region's casts would be saved instead of recomputed, and silently
-cost the memory that checkpointing was to free. Two cases need more than a copy:
+cost the memory that checkpointing was to free. Three cases need more than a copy:
 
 * a matmul that selective checkpointing keeps (``MUST_SAVE``): the mark belongs on the one node that
   carries its result, while its casts are recomputed like the rest of the region;
 * a cast shared between a region and the outside: it is made recomputable, since otherwise it is saved
-  on top of its source, which is the region's input and saved anyway.
+  on top of its source, which is the region's input and saved anyway;
+* a cast shared between regions: it belongs to none of them. The partitioner saves what a later
+  region reads of an earlier one, rightly so for results, but a cast can be redone from its source.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ class Tags:
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in reversed(graph.nodes):
-            if "f8fx" not in node.meta:
-                continue
-            policy = node.meta.get("recompute")
-            consumers = [user for user in node.users if "f8fx" in user.meta]
-            if policy in _KEEP and not node.meta["f8fx"].is_result:
-                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-            elif policy is None:
-                region = next((u for u in consumers if u.meta.get("recompute") in (*_DROP, *_KEEP)), None)
-                if region is not None:
-                    node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-                    if "ac_graph_id" in region.meta:
-                        node.meta["ac_graph_id"] = region.meta["ac_graph_id"]
+            if "f8fx" in node.meta and not node.meta["f8fx"].is_result:
+                _mark(node)
+
+
+def _mark(node: fx.Node) -> None:
+    marked = [user for user in node.users if user.meta.get("recompute") in (*_DROP, *_KEEP)]
+    if node.meta.get("recompute") in _KEEP or (node.meta.get("recompute") is None and marked):
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    regions = {user.meta["ac_graph_id"] for user in marked if "ac_graph_id" in user.meta}
+    if len(regions) == 1:
+        node.meta["ac_graph_id"] = regions.pop()
+    elif "ac_graph_id" in node.meta:
+        del node.meta["ac_graph_id"]

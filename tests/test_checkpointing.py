@@ -39,7 +39,14 @@ class Net(nn.Module):
         return x
 
 
-def saved(mode: str, recipe: str | None, budget: float = 1.0, save: str = "lean") -> dict[str, int]:
+def saved(
+    mode: str,
+    recipe: str | None,
+    budget: float = 1.0,
+    save: str = "lean",
+    model: type[nn.Module] | None = None,
+    rowwise_in_gemm: bool = True,
+) -> dict[str, int]:
     """Tensors kept between forward and backward that are no inputs: name -> bytes."""
     result: dict[str, int] = {}
 
@@ -54,13 +61,15 @@ def saved(mode: str, recipe: str | None, budget: float = 1.0, save: str = "lean"
     def transform(graph):
         if recipe is not None:
             parsed = f8fx.Options.parse({"recipe": recipe, "select": "all"})
-            report = Pipeline(parsed.recipe, parsed.policy(), debug=True)(graph)
+            pipeline = Pipeline(parsed.recipe, parsed.policy(), debug=True)
+            pipeline.quantize.rowwise_in_gemm = lambda device: rowwise_in_gemm
+            report = pipeline(graph)
             assert report.converted > 0
 
     torch.manual_seed(0)
-    model = Net(mode).to(bf16)
+    network = (model or Net)(mode).to(bf16)
     with torch._functorch.config.patch(activation_memory_budget=budget):
-        joint_graphs(model, randn(8, 16, 64), transform=transform, on_partition=on_partition, save=save)
+        joint_graphs(network, randn(8, 16, 64), transform=transform, on_partition=on_partition, save=save)
     return result
 
 
@@ -70,6 +79,27 @@ def test_checkpointing_saves_no_more_bytes_than_bf16(mode, recipe):
     high, float8 = saved(mode, None), saved(mode, recipe)
     assert sum(float8.values()) <= sum(high.values()), float8
     assert sum(high.values()) < sum(saved("none", None).values())
+
+
+class Reused(nn.Module):
+    """One block run in three checkpointed regions: its weights' casts belong to none of them."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.block = Block(64, 128, bias=False)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rowwise_in_gemm", [True, False])
+def test_casts_shared_between_regions_are_not_saved(recipe, rowwise_in_gemm):
+    high = saved("full", None, model=Reused)
+    float8 = saved("full", recipe, model=Reused, rowwise_in_gemm=rowwise_in_gemm)
+    assert sum(float8.values()) <= sum(high.values()), float8
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,0 +1,192 @@
+"""What Inductor would run on an H100, found out on a machine without a GPU.
+
+A graph is traced and rewritten on whatever device there is, split by the partitioner, retraced on
+fake CUDA tensors and lowered by Inductor's scheduler and Triton code generator under a stand-in for
+the device. Nothing is compiled or run. What comes out is the list of kernels with the bytes that each has
+to move at least: tensors read once, tensors written once.
+
+Private interfaces of torch 2.11, 2.13 and 2.15, used here for measuring and testing only, never by f8fx.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from f8fx import executor, lowerings
+from f8fx.options import Options
+from f8fx.passes import Pipeline
+from f8fx.torch_private import fake_tensor_mode
+
+_H100 = types.SimpleNamespace(
+    name="NVIDIA H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    warp_size=32,
+    max_threads_per_block=1024,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    shared_memory_per_block=49152,
+    L2_cache_size=50 << 20,
+    is_integrated=0,
+    is_multi_gpu_board=0,
+    gcnArchName="",
+    uuid="stand-in",
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: its name in the generated code, ``gemm`` or ``other`` extern, least bytes moved."""
+
+    name: str
+    bytes: int
+
+    @property
+    def is_triton(self) -> bool:
+        return self.name.startswith("triton_")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What Inductor made of one half of a graph."""
+
+    kernels: tuple[Kernel, ...]
+    code: str
+
+    @property
+    def triton(self) -> tuple[Kernel, ...]:
+        """The kernels that are no gemm and no other library call."""
+        return tuple(kernel for kernel in self.kernels if kernel.is_triton)
+
+
+@contextlib.contextmanager
+def h100() -> Iterator[None]:
+    """Lets Inductor believe that there is one H100, for code generation only."""
+    import torch._inductor.scheduler as scheduler
+    from torch._dynamo.device_interface import CudaInterface
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", 90, 32)
+    active = types.SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_current_stream=lambda device=None: 0,
+    )
+    properties: Callable[..., Any] = lambda device=None: _H100  # noqa: E731
+    stand_ins: dict[str, Any] = {
+        "get_device_properties": properties,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "synchronize": lambda device=None: None,
+    }
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        for name, value in stand_ins.items():
+            replace(torch.cuda, name, value)
+            replace(CudaInterface, name, staticmethod(value))
+        replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        replace(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        replace(torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext())
+        replace(CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90))
+        replace(CudaInterface.Worker, "get_device_properties", staticmethod(properties))
+        replace(CudaInterface.Worker, "current_device", staticmethod(lambda: 0))
+        replace(scheduler, "has_triton", lambda *_: True)
+        replace(driver, "_active" if hasattr(driver, "_active") else "active", active)
+        yield
+
+
+def halves(
+    model: Callable[..., Any], *args: Any, float8: bool = True, **options: Any
+) -> tuple[list[fx.GraphModule], int]:
+    """Forward and backward graph of a model after the passes (or without), and bytes saved between them."""
+    parsed = Options.parse({"select": "all", "target": "h100", **options})
+    pipeline = Pipeline(parsed.recipe, parsed.policy(), parsed.target)
+    pipeline.quantize.rowwise_in_gemm = lambda device: True
+    found: list[fx.GraphModule] = []
+
+    def transform(graph: fx.Graph) -> None:
+        if float8:
+            pipeline(graph)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        executor.compile_eager(
+            gm, inputs, transform, lambda *graphs: found.extend(graphs), save=parsed.save
+        )
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(*args)
+    return found, saved_bytes(found[0])
+
+
+def saved_bytes(forward: fx.GraphModule) -> int:
+    """Bytes of the forward's outputs for the backward that are none of its inputs."""
+    inputs = set(forward.graph.find_nodes(op="placeholder"))
+    (output,) = forward.graph.find_nodes(op="output")
+    values = [n.meta["val"] for n in output.args[0][1:] if isinstance(n, fx.Node) and n not in inputs]
+    return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
+
+
+def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
+    """Lowers one half for the stand-in H100; call inside :func:`h100`."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_post_grad_passes
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    lowerings.register()
+    graph, inputs, mode = _on_cuda(half)
+    patches = {"force_disable_caches": True, "compile_threads": 1, "triton.autotune_at_compile_time": False}
+    with V.set_fake_mode(mode), config.patch(patches):
+        _recursive_post_grad_passes(graph, is_inference=False)
+        lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)
+        with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
+            lowering.run(*inputs)
+            code = lowering.codegen()[0]
+            moved = [4 * words for _, words in lowering.count_bytes()[1]]  # it counts 4-byte words
+    text = code if isinstance(code, str) else code.value
+    calls = re.findall(r"^\s+(triton_\w+)\.run\(|(extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", text, re.M)
+    names = [triton or extern for triton, extern in calls]
+    names = [n for n in names if "empty" not in n]
+    if len(names) != len(moved):
+        moved = [0] * len(names)
+    return Generated(tuple(map(Kernel, names, moved)), text)
+
+
+def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:
+    """The graph retraced on fake CUDA tensors of the same layouts."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    cuda = torch.device("cuda", 0)
+    for node in half.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": cuda}
+    half.recompile()
+    mode = fake_tensor_mode(allow_non_fake_inputs=True)
+    with mode:
+        values = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
+        inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=cuda) for v in values]
+        with fx.traceback.preserve_node_meta():  # kernels are named after the operators they came from
+            graph = make_fx(lambda *args: fx.Interpreter(half).run(*args), tracing_mode="real")(*inputs)
+    return graph, inputs, mode

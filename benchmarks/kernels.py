@@ -1,0 +1,251 @@
+"""GB/s of the fused kernels, as a share of what copying the same source reaches on this GPU.
+
+Bytes are those that have to move: the source read once, every float8 copy written once. The same bytes are counted for every version, so that a version
+which reads twice shows as half as fast, and 100 % is the speed of ``Tensor.copy_``.
+
+``f8fx`` is the Triton kernel with its starting tile, ``unclamped`` leaves saturation to the conversion,
+``tuned`` is the best of its tiles, ``inductor`` is the definition through ``torch.compile``, and ``torchao`` its eager
+functions through ``torch.compile``. Every version's bits are compared with the definition's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from f8fx.kernels import cast as definition
+from f8fx.kernels import cast_transpose, column_scale, row_cast
+
+from . import common
+from .common import Grid, Row, console, show
+from .timing import interleaved
+
+NAME = "kernels"
+CASE = ("kernel", "rows", "columns")
+#: What the shapes stand for: tokens x width of Llama 8B's block, its widest activation, two of its weights, and
+#: one that is too small to fill the machine.
+SHAPES = ((8192, 4096), (8192, 14336), (4096, 14336), (4096, 4096), (1024, 1024))
+QUICK = ((8192, 4096), (8192, 14336), (1024, 1024))
+VERSIONS = ("f8fx", "unclamped", "tuned", "inductor", "torchao")
+FP8 = torch.float8_e4m3fn
+
+Version = Callable[[], Any]
+_CLAMP = {"f8fx": True, "tuned": True, "unclamped": False}
+
+
+def _copies(x: Tensor, name: str, dim: int | None, dim_t: int | None, both: bool) -> Version:
+    """Row-major copy, or both copies, from scales that are at hand."""
+    scale = definition.scale(definition.amax(x, dim), FP8, False)
+    scale_t = scale if dim == dim_t else definition.scale(definition.amax(x, dim_t), FP8, False)
+    if name in _CLAMP:
+        options: dict[str, Any] = {"tile": "auto" if name == "tuned" else None, "clamp": _CLAMP[name]}
+        if both:
+            return lambda: cast_transpose.cast_transpose(
+                x, scale, scale_t, dtype=FP8, dim=dim, dim_t=dim_t, **options
+            )
+        return lambda: cast_transpose.cast(x, scale, dtype=FP8, dim=dim, **options)
+    cast = _torchao_cast if name == "torchao" else _definition_cast
+
+    def function(x: Tensor, scale: Tensor, scale_t: Tensor) -> Any:
+        copy = cast(x, definition.broadcast(scale, dim), False)
+        return (copy, cast(x, definition.broadcast(scale_t, dim_t), True)) if both else copy
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+    return lambda: compiled(x, scale, scale_t)
+
+
+def _definition_cast(x: Tensor, scale: Tensor, transpose: bool) -> Tensor:
+    """``definition.quantize`` without its last copy, which Inductor would launch."""
+    limit = torch.finfo(FP8).max
+    copy = (x.to(torch.float32) * scale).clamp(min=-limit, max=limit).to(FP8)
+    return copy.t().contiguous() if transpose else copy
+
+
+def _torchao_cast(x: Tensor, scale: Tensor, transpose: bool) -> Tensor:
+    from torchao.float8.float8_utils import to_fp8_saturated
+
+    copy = to_fp8_saturated(x.to(torch.float32) * scale, FP8)
+    return copy.t().contiguous() if transpose else copy
+
+
+def _rows(x: Tensor, name: str) -> Version:
+    """Row amax, scale and cast."""
+    if name in _CLAMP:
+        return lambda: row_cast.row_cast(x, dtype=FP8, clamp=_CLAMP[name])
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        if name == "torchao":
+            scale = _torchao_scale(x, -1)
+            return _torchao_cast(x, scale, False), scale.squeeze(-1)
+        scale = definition.scale(definition.amax(x, 1), FP8, False)
+        return _definition_cast(x, scale[:, None], False), scale
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+    return lambda: compiled(x)
+
+
+def _torchao_scale(x: Tensor, dim: int) -> Tensor:
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale
+
+    return tensor_to_scale(x, FP8, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=dim)
+
+
+def _columns(x: Tensor, name: str) -> Version:
+    """Column amax and scale."""
+    if name in _CLAMP:
+        return lambda: column_scale.column_scale(x, dtype=FP8)
+
+    def function(x: Tensor) -> Tensor:
+        if name == "torchao":
+            return _torchao_scale(x, 0).squeeze(0)
+        return definition.scale(definition.amax(x, 0), FP8, False)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+    return lambda: compiled(x)
+
+
+#: By name: what it is, and float8 copies it writes.
+KERNELS: dict[str, tuple[Callable[[Tensor, str], Version], int]] = {
+    "cast": (lambda x, name: _copies(x, name, None, None, False), 1),
+    "cast + transpose": (lambda x, name: _copies(x, name, None, None, True), 2),
+    "cast + transpose, rowwise": (lambda x, name: _copies(x, name, 1, 0, True), 2),
+    "row amax + cast": (_rows, 1),
+    "column scale": (_columns, 0),
+}
+#: Versions that a kernel does not have: nothing is tuned there, or there is nothing to clamp.
+_ABSENT = {"row amax + cast": ("tuned",), "column scale": ("tuned", "unclamped")}
+
+
+def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5) -> Row:
+    """Times all versions of a kernel and a copy of its source."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(x)
+    build, copies = KERNELS[kernel]
+    steps: dict[str, Version] = {"copy": lambda: target.copy_(x)}
+    exact: dict[str, bool] = {}
+    errors: dict[str, str] = {}
+    want = _bits(_wanted(x, kernel))
+    for name in VERSIONS:
+        if name in _ABSENT.get(kernel, ()):
+            continue
+        try:
+            step = build(x, name)
+            got = _bits(step())
+        except Exception as error:  # one version that cannot run must not hide the others
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            continue
+        exact[name] = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        steps[name] = step
+    timings = interleaved(steps, x.device, seconds)
+    moved = x.numel() * (x.element_size() + copies)
+    gb_s = {
+        name: (2 * x.nbytes if name == "copy" else moved) / timing.ms / 1e6
+        for name, timing in timings.items()
+    }
+    return {
+        "gb_s": gb_s,
+        "share": {name: gb_s[name] / gb_s["copy"] for name in gb_s if name != "copy"},
+        "exact": exact,
+        "timings": {name: timing.to_dict() for name, timing in timings.items()},
+        "errors": errors,
+        "clocks": common.clocks(),
+    }
+
+
+def _wanted(x: Tensor, kernel: str) -> Any:
+    if kernel == "column scale":
+        return column_scale.reference(x, dtype=FP8)
+    if kernel == "row amax + cast":
+        return row_cast.reference(x, dtype=FP8)
+    dims = (1, 0) if "rowwise" in kernel else (None, None)
+    scale, scale_t = (definition.scale(definition.amax(x, dim), FP8, False) for dim in dims)
+    copies = cast_transpose.reference(x, scale, scale_t, dtype=FP8, dim=dims[0], dim_t=dims[1])
+    return copies if "transpose" in kernel else copies[0]
+
+
+def _bits(results: Any) -> list[Tensor]:
+    tensors = results if isinstance(results, tuple) else (results,)
+    return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+
+
+def cases(quick: bool) -> list[dict[str, Any]]:
+    """All cases, kernel by kernel."""
+    shapes = QUICK if quick else SHAPES
+    return [
+        dict(zip(CASE, (kernel, *shape), strict=True)) for kernel, shape in itertools.product(KERNELS, shapes)
+    ]
+
+
+def grids(result: dict[str, Any]) -> list[Grid]:
+    """One table for each kernel: share of the copy's bandwidth."""
+    tables = []
+    for kernel in KERNELS:
+        rows = [row for row in result["rows"] if row["kernel"] == kernel]
+        cells = tuple(
+            (
+                f"{row['rows']} x {row['columns']}",
+                show(row["gb_s"].get("copy"), ".0f"),
+                show(row["gb_s"].get("f8fx"), ".0f"),
+                *(_share(row, name) for name in VERSIONS),
+            )
+            for row in rows
+        )
+        if cells:
+            headers = ("shape", "copy GB/s", "f8fx GB/s", *VERSIONS)
+            tables.append(Grid(f"{kernel}: % of the copy's GB/s (! = bits differ)", headers, cells))
+    return tables
+
+
+def _share(row: Row, name: str) -> str:
+    mark = "" if row["exact"].get(name, True) else " !"
+    value = row["share"].get(name)
+    return show(None if value is None else 100 * value, ".0f") + mark
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """The lowest share of each kernel on shapes that fill the machine, what is not exact, what did not run."""
+    large = [row for row in rows if row["rows"] * row["columns"] >= 1 << 24]
+    return {
+        "lowest_share": {
+            kernel: min(
+                (row["share"]["f8fx"] for row in large if row["kernel"] == kernel and "f8fx" in row["share"]),
+                default=None,
+            )
+            for kernel in KERNELS
+        },
+        "not_exact": [
+            {key: row[key] for key in CASE} | {"version": name}
+            for row in rows
+            for name, same in row["exact"].items()
+            if not same
+        ],
+        "failed": [
+            {key: row[key] for key in CASE} | {"errors": row["errors"]} for row in rows if row["errors"]
+        ],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = common.parser(__doc__).parse_args(argv)
+    if reason := common.why_no_gpu():
+        console.print(reason)
+        return 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder = common.Recorder(NAME, common.stamp(device), {}, args.results, args.fresh)
+    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)
+    result, path = recorder.finish(summary(recorder.rows), complete)
+    for grid in grids(result):
+        grid.print()
+    console.print(f"Written to {path}")
+    return 1 if any(not row["exact"].get("f8fx", True) for row in recorder.rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
