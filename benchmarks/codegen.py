@@ -11,7 +11,6 @@ Private interfaces of torch 2.11, 2.13 and 2.15, used here for measuring and tes
 from __future__ import annotations
 
 import contextlib
-import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,6 +75,7 @@ class Generated:
 def h100() -> Iterator[None]:
     """Lets Inductor believe that there is one H100, for code generation only."""
     import torch._inductor.scheduler as scheduler
+    import torch._subclasses.fake_tensor as fake_tensor
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -105,6 +105,8 @@ def h100() -> Iterator[None]:
             replace(torch.cuda, name, value)
             replace(CudaInterface, name, staticmethod(value))
         replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        replace(torch.cuda, "_lazy_init", lambda: None)
+        replace(fake_tensor, "init_gpu_context", lambda device=None: None)
         replace(torch.cuda, "device", lambda device: contextlib.nullcontext())
         replace(torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext())
         replace(CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90))
@@ -129,9 +131,7 @@ def halves(
             pipeline(graph)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        executor.compile_eager(
-            gm, inputs, transform, lambda *graphs: found.extend(graphs), save=parsed.save
-        )
+        executor.compile_eager(gm, inputs, transform, lambda *graphs: found.extend(graphs), save=parsed.save)
         return gm.forward
 
     torch._dynamo.reset()
@@ -164,14 +164,21 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
             lowering.run(*inputs)
             code = lowering.codegen()[0]
-            moved = [4 * words for _, words in lowering.count_bytes()[1]]  # it counts 4-byte words
-    text = code if isinstance(code, str) else code.value
-    calls = re.findall(r"^\s+(triton_\w+)\.run\(|(extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", text, re.M)
-    names = [triton or extern for triton, extern in calls]
-    names = [n for n in names if "empty" not in n]
-    if len(names) != len(moved):
-        moved = [0] * len(names)
-    return Generated(tuple(map(Kernel, names, moved)), text)
+            # Inductor counts 4-byte words; views and other nodes that run nothing have no name here
+            counted = [(_name(node), 4 * words) for node, words in lowering.count_bytes()[1]]
+    kernels = tuple(Kernel(name, moved) for name, moved in counted if name)
+    return Generated(kernels, code if isinstance(code, str) else code.value)
+
+
+def _name(node: Any) -> str:
+    """``triton_`` and the operators it came from, the library's kernel, or "" for what runs nothing."""
+    if type(node).__name__.startswith("Nop"):
+        return ""
+    if node.is_extern():
+        return str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
+    targets = [origin.target for part in node.get_nodes() for origin in part.node.origins]
+    packets = {getattr(target, "overloadpacket", None) for target in targets} - {None}
+    return "triton_" + "_".join(sorted({packet.__name__ for packet in packets}))
 
 
 def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:

@@ -45,8 +45,9 @@ class Part:
 
 PARTS = (
     Part("tests", ("pytest", "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider"), 0.25),
-    Part("linear_sweep", ("benchmarks.linear_sweep", "--quick"), 0.35),
-    Part("llama_block", ("benchmarks.llama_block", "--quick"), 0.3),
+    Part("kernels", ("benchmarks.kernels", "--quick"), 0.15),
+    Part("linear_sweep", ("benchmarks.linear_sweep", "--quick"), 0.25),
+    Part("llama_block", ("benchmarks.llama_block", "--quick"), 0.25),
     Part("compile_time", ("benchmarks.compile_time", "--quick", "--repeats", "1"), 0.1),
 )
 

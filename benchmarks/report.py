@@ -26,6 +26,7 @@ _PASS_COLOURS = ("#3b6fb6", "#2f8f5b", "#e07b1a", "#b64a7a", "#8a8a8a")
 _LABELS = {"f8fx": "f8fx, all", "f8fx_auto": "f8fx, auto"}
 
 GRIDS: dict[str, Callable[[Result], list[Grid]]] = {
+    kernels.NAME: kernels.grids,
     linear_sweep.NAME: linear_sweep.grids,
     llama_block.NAME: llama_block.grids,
     compile_time.NAME: compile_time.grids,

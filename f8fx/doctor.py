@@ -109,9 +109,19 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
             "configurations are hit. Inductor emits such min/max since pytorch/pytorch#186933."
         ),
         workaround=(
-            "Express min/max as tl.where, as torchao's float8/_inductor_patch.py does "
-            "(convert_to_float8_training applies it to the whole process)."
+            "None needed with f8fx or torchao: from their first compile on, Inductor writes min and max as "
+            "tl.where in this process, with the same results."
         ),
+    ),
+    KnownIssue(
+        title="Triton rounds float32 to float8 in two steps on Ada (sm_89)",
+        link="https://github.com/triton-lang/triton/issues/11753",
+        # f32 -> f16 (towards zero) -> float8 in the PTX of 3.6, one conversion in that of 3.9.
+        torch=Versions(),
+        triton=Versions(before="3.9"),
+        where="cuda",
+        effect="Some elements cast by compiled kernels on L40S and 4090 are off by one unit in the last place.",
+        workaround="Upgrade to a torch whose Triton is 3.9 or newer; H100 and later are not affected.",
     ),
     KnownIssue(
         title="torch._scaled_mm on CPU takes one scale per tensor only",

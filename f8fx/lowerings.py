@@ -10,7 +10,8 @@ Three things are pinned by hand:
 * scales are realized, so that their float64 arithmetic is done once, not once per element;
 * saturation is written as two ``where``, not as ``minimum``/``maximum``: next to a transposed 1-byte
   store, the latter's NaN-propagating form is miscompiled by Triton
-  (https://github.com/triton-lang/triton/issues/11111). ``where`` lets NaN through as well.
+  (https://github.com/triton-lang/triton/issues/11111). ``where`` lets NaN through as well. For the amax
+  beside it, and for a model's own min and max, Inductor's code is changed to the same form.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from . import ops
 from .recipe import EPS
-from .torch_private import Lowering, inductor_lowering
+from .torch_private import Lowering, express_min_max_as_where, inductor_lowering
 
 aten = torch.ops.aten
 
@@ -31,6 +32,7 @@ aten = torch.ops.aten
 @cache
 def register() -> None:
     """Registers the lowerings with Inductor, once; the backend calls it before the first compile."""
+    express_min_max_as_where()
     table = inductor_lowering()
     table.register(ops.amax, lambda x, dim=None: _amax(table, x, dim))
     table.register(ops.scale, lambda amax, **kwargs: _scale(table, amax, **kwargs))

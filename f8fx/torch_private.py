@@ -322,6 +322,27 @@ class Lowering:
         return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
 
 
+def express_min_max_as_where() -> None:
+    """Makes Inductor's Triton code write ``minimum`` and ``maximum`` as ``tl.where``; results are the same.
+
+    Since torch 2.14 it writes ``tl.maximum(a, b, tl.PropagateNan.ALL)``. In a kernel that also stores a
+    transposed float8 copy, Triton then writes garbage bytes (https://github.com/triton-lang/triton/issues/11111), and
+    any min or max of the user's model can be fused into such a kernel. torchao does the same for the same reason
+    (``torchao/float8/_inductor_patch.py``). Can go when the oldest supported Triton has the fix.
+    """
+    major_minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if major_minor < (2, 14):
+        return
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    def written(sign: str) -> staticmethod[..., str]:
+        # a != a lets a NaN in a through; a NaN in b makes the comparison false, which chooses b
+        return staticmethod(lambda a, b: f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})")
+
+    TritonOverrides.minimum = written("<")
+    TritonOverrides.maximum = written(">")
+
+
 def inductor_lowering() -> Lowering:
     """See :class:`Lowering`."""
     return Lowering()

@@ -278,7 +278,7 @@ def test_the_gpu_command_gives_each_part_its_share_and_notes_what_failed(monkeyp
     monkeypatch.setattr(common, "stamp", lambda device: stamp)
     monkeypatch.setattr(gpu, "run", run)
     assert gpu.main(["--results", str(tmp_path), "--budget-s", "100"]) == 1
-    assert [name for name, _ in ran] == ["tests", "linear_sweep", "llama_block", "compile_time"]
+    assert [name for name, _ in ran] == ["tests", "kernels", "linear_sweep", "llama_block", "compile_time"]
     assert ran[0][1] == pytest.approx(20, abs=1)  # a quarter of what is left without the grace
     assert ran[-1][1] == pytest.approx(80, abs=1)  # nobody else is left, and nothing was used
     (path,) = tmp_path.glob("*.json")
