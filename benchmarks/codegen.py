@@ -177,8 +177,8 @@ def _name(node: Any) -> str:
     if node.is_extern():
         return str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
     targets = [origin.target for part in node.get_nodes() for origin in part.node.origins]
-    packets = {getattr(target, "overloadpacket", None) for target in targets} - {None}
-    return "triton_" + "_".join(sorted({packet.__name__ for packet in packets}))
+    names = {target.overloadpacket.__name__ for target in targets if hasattr(target, "overloadpacket")}
+    return "triton_" + "_".join(sorted(names))
 
 
 def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:

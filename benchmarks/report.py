@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import compile_time, gpu, linear_sweep, llama_block, variants
+from . import compile_time, gpu, kernels, linear_sweep, llama_block, variants
 from .common import Grid, console
 
 if TYPE_CHECKING:

@@ -339,8 +339,8 @@ def express_min_max_as_where() -> None:
         # a != a lets a NaN in a through; a NaN in b makes the comparison false, which chooses b
         return staticmethod(lambda a, b: f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})")
 
-    TritonOverrides.minimum = written("<")
-    TritonOverrides.maximum = written(">")
+    setattr(TritonOverrides, "minimum", written("<"))  # noqa: B010
+    setattr(TritonOverrides, "maximum", written(">"))  # noqa: B010
 
 
 def inductor_lowering() -> Lowering:
