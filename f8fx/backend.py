@@ -7,6 +7,7 @@ that every Inductor feature stays the user's. No global state is written.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import warnings
@@ -19,12 +20,13 @@ from . import executor, lowerings
 from .cache import CacheKey, load_report, store_report
 from .options import Options
 from .partition import Partitioner
-from .passes import Pipeline
+from .passes import FilterError, Pipeline
 from .report import GraphReport, log, publish
 from .torch_private import (
     CustomGraphPass,
     check_version,
     compile_fx_module,
+    eager_backward_lowering,
     inductor_config,
     joint_custom_pre_pass,
 )
@@ -54,8 +56,12 @@ class GraphPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.before:
             other(graph)
+        if any("f8fx" in node.meta for node in graph.nodes):
+            return  # half of a nested region that was rewritten before it was split
         try:
             self.reports.append(self.pipeline(graph))
+        except FilterError:
+            raise
         except Exception as error:
             raise PassError(f"{type(error).__name__}: {error}") from error
 
@@ -112,7 +118,9 @@ def compile_graph(
     # compilers take over the graph they are given: keep one for the fallback
     spare = None if options.strict else fx.GraphModule(gm, copy.deepcopy(gm.graph))
     try:
-        compiled = run(gm, graph_pass)
+        # a backward that fails must fail here, where there is something to fall back to
+        with contextlib.nullcontext() if options.strict else eager_backward_lowering():
+            compiled = run(gm, graph_pass)
     except Exception as error:
         if spare is None or not _is_ours(error, graph_pass):
             raise
@@ -178,12 +186,12 @@ def _fall_back(
     cause = error.__cause__ if isinstance(error, PassError) and error.__cause__ else error
     what = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
     warnings.warn(
-        f"f8fx: a graph runs without float8, by plain Inductor, after an internal failure ({what}). "
+        f"f8fx: a graph runs without float8, as if compiled without f8fx, after an internal failure ({what}). "
         'Compile with options={"strict": True} for the traceback, and please report it',
         stacklevel=2,
     )
     log.debug("f8fx: internal failure", exc_info=error)
-    report = graph_pass.reports[-1] if graph_pass.reports else GraphReport(options.recipe.name)
+    report = next(iter(GraphReport.merged(graph_pass.reports)), GraphReport(options.recipe.name))
     report.fallback = f"internal failure ({what})"
     publish(report)
     return compiled
@@ -191,7 +199,7 @@ def _fall_back(
 
 def _publish(graph_pass: GraphPass, options: Options) -> None:
     """Logs what was decided; on a cache hit, what was decided when the graph was built."""
-    reports = graph_pass.reports
+    reports = GraphReport.merged(graph_pass.reports)
     if reports:
         store_report(graph_pass.key, reports)
     else:

@@ -49,7 +49,7 @@ class CacheKey:
             parts.append(_module_names(gm))
         if options.select == "auto":
             parts.append(_dynamic_sizes(example_inputs))
-        graph = _digest([gm.code, [_metadata(x) for x in example_inputs], torch.is_grad_enabled()])
+        graph = _digest([gm.code, [_metadata(x) for x in example_inputs], _ambient()])
         if options.filter_fn is None:
             return CacheKey(_digest(parts), graph)
         uuid = getattr(options.filter_fn, "uuid", None)
@@ -88,9 +88,18 @@ def _dynamic_sizes(example_inputs: Sequence[Any]) -> list[int | None]:
     return sizes
 
 
+def _ambient() -> list[Any]:
+    """State beside the graph that AOTAutograd traces under."""
+    autocast = [
+        (torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")
+    ]
+    return [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast]
+
+
 def _metadata(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return str(tuple(value.shape)), str(value.dtype), str(value.device), value.requires_grad
+        layout = str(tuple(value.shape)), str(value.stride()), str(value.dtype)
+        return *layout, str(value.device), value.requires_grad
     return type(value).__name__
 
 

@@ -36,10 +36,17 @@ def compile_eager(
 
     partitioner = Partitioner(save)
 
+    def apply(graph: fx.GraphModule) -> None:
+        """To the graph and, as Inductor does, to the bodies of its higher-order operators."""
+        if transform is None:
+            return
+        for module in graph.modules():
+            if isinstance(module, fx.GraphModule):
+                transform(module.graph)
+                module.recompile()
+
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if transform is not None:
-            transform(joint.graph)
-            joint.recompile()
+        apply(joint)
         halves = partitioner(joint, inputs, **kwargs)
         if on_partition is not None:
             on_partition(*halves)
@@ -49,9 +56,7 @@ def compile_eager(
         return boxed(graph.forward)
 
     def infer(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if transform is not None:
-            transform(graph.graph)
-            graph.recompile()
+        apply(graph)
         return run(graph, inputs)
 
     backend = aot_backend(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from .backend import compile_graph
+from .backend import GraphPass, compile_graph
 from .options import Options
 from .torch_private import compile_fx_module
 
@@ -25,7 +25,7 @@ def install(**options: Any) -> None:
     """Puts the float8 passes on every graph that the stock ``"inductor"`` backend compiles.
 
     Args:
-        options: as in ``torch.compile(backend="f8fx", options=...)``, except ``executor``.
+        options: as in ``torch.compile(backend="f8fx", options=...)``.
 
     Raises:
         OptionError: for unknown options or values.
@@ -63,7 +63,8 @@ def _push(options: dict[str, Any]) -> None:
     def compile_fx(
         model_: Any, example_inputs_: Sequence[Any], *args: Any, config_patches: Any = None, **kwargs: Any
     ) -> Any:
-        if args or "inner_compile" in kwargs:  # Inductor calling itself: this graph has been here before
+        # Inductor calling itself, or backend="f8fx" with options of its own: this graph has been here before
+        if args or "inner_compile" in kwargs or _has_pass(config_patches):
             return original(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
         return compile_graph(model_, example_inputs_, parsed, partial(original, **kwargs), config_patches)
 
@@ -72,4 +73,9 @@ def _push(options: dict[str, Any]) -> None:
 
 
 def _pop() -> None:
-    compile_fx_module().compile_fx = _REPLACED.pop()
+    if _REPLACED:  # uninstall() inside a block has done it already
+        compile_fx_module().compile_fx = _REPLACED.pop()
+
+
+def _has_pass(config_patches: Any) -> bool:
+    return isinstance((config_patches or {}).get("joint_custom_pre_pass"), GraphPass)

@@ -42,9 +42,10 @@ def register() -> None:
 
 
 def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
-    magnitude = table(aten.abs, x)
-    reduced = table(aten.amax, magnitude, [0, 1] if dim is None else [dim], False)
-    return table.to_dtype(reduced, torch.float32)
+    # in float32, which is exact for a maximum: Inductor's C++ code for two equal bfloat16 reductions in one
+    # kernel does not compile (torch 2.13)
+    magnitude = table.to_dtype(table(aten.abs, x), torch.float32)
+    return table(aten.amax, magnitude, [0, 1] if dim is None else [dim], False)
 
 
 def _scale(table: Lowering, amax: Any, *, dtype: torch.dtype, power_of_2: bool = False) -> Any:

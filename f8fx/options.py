@@ -104,7 +104,7 @@ class Options:
 
     def decision_key(self) -> tuple[Any, ...]:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
-        target = self.target.name if self.target else None
+        target = self.target and [(f.name, str(getattr(self.target, f.name))) for f in fields(self.target)]
         return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, self.save, target)
 
 
@@ -165,9 +165,11 @@ def _filter_fn(value: Any) -> FilterFn | None:
 def _target(value: Any) -> Hardware | None:
     if value is None or isinstance(value, Hardware):
         return value
+    if not isinstance(value, str):
+        raise OptionError(f"target must be the name of a GPU or a Hardware, got {value!r}")
     try:
         return hardware.find(value)
-    except (ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise OptionError(f"target: {error}") from None
 
 

@@ -84,6 +84,10 @@ class QuantSpec:
         _check(self.dtype, _FORMATS, "QuantSpec.dtype")
         _check(self.granularity, _GRANULARITIES, "QuantSpec.granularity")
         _check(self.scaling, _SCALINGS, "QuantSpec.scaling")
+        if not isinstance(self.power_of_2_scale, bool):
+            raise ValueError(
+                f"QuantSpec.power_of_2_scale must be True or False, got {self.power_of_2_scale!r}"
+            )
 
     def __str__(self) -> str:
         return f"{self.dtype}/{self.granularity}" + ("/pow2" if self.power_of_2_scale else "")
@@ -104,6 +108,11 @@ class GemmSpec:
     use_fast_accum: bool = False
 
     def __post_init__(self) -> None:
+        for side in ("left", "right"):
+            if not isinstance(getattr(self, side), QuantSpec):
+                raise ValueError(f"GemmSpec.{side} must be a QuantSpec, got {getattr(self, side)!r}")
+        if not isinstance(self.use_fast_accum, bool):
+            raise ValueError(f"GemmSpec.use_fast_accum must be True or False, got {self.use_fast_accum!r}")
         if self.left.dtype == self.right.dtype == "e5m2":
             raise ValueError(
                 "GemmSpec: e5m2 x e5m2 is not a float8 gemm that any supported hardware has; "
@@ -156,9 +165,17 @@ class Recipe:
                 "Recipe: every gemm is None, so nothing would run in float8; compile with "
                 'backend="inductor" for that'
             )
+        if not isinstance(self.name, str):
+            raise ValueError(f"Recipe.name must be a string, got {self.name!r}")
         legal = (torch.bfloat16, torch.float16, torch.float32)
-        if not self.convert_dtypes or any(d not in legal for d in self.convert_dtypes):
-            raise ValueError(f"Recipe.convert_dtypes must name some of {legal}, got {self.convert_dtypes!r}")
+        if (
+            not isinstance(self.convert_dtypes, tuple)
+            or not self.convert_dtypes
+            or any(d not in legal for d in self.convert_dtypes)
+        ):
+            raise ValueError(
+                f"Recipe.convert_dtypes must be a tuple of some of {legal}, got {self.convert_dtypes!r}"
+            )
 
     def gemm(self, role: Role) -> GemmSpec | None:
         """The spec of the gemm in this role, or ``None`` where it stays in high precision."""

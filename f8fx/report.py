@@ -107,6 +107,22 @@ class GraphReport:
             return {self.fallback: self.total}
         return dict(Counter(d.reason for d in self.decisions if not d.converted).most_common())
 
+    @staticmethod
+    def merged(reports: list[GraphReport]) -> list[GraphReport]:
+        """One report for a graph and the bodies of its higher-order operators; none for no graph."""
+        if len(reports) < 2:
+            return reports
+        whole = GraphReport(
+            reports[0].recipe,
+            ", ".join(sorted({report.target for report in reports if report.target})),
+            any(report.training for report in reports),
+            [decision for report in reports for decision in report.decisions],
+        )
+        for report in reports:
+            for name, seconds in report.pass_seconds.items():
+                whole.pass_seconds[name] = whole.pass_seconds.get(name, 0.0) + seconds
+        return [whole]
+
     def line(self) -> str:
         """The summary that is logged."""
         if self.fallback:

@@ -175,13 +175,6 @@ def joint_custom_pre_pass() -> Any:
     return inductor_config().joint_custom_pre_pass
 
 
-def stable_topological_sort(graph: fx.Graph) -> None:
-    """Orders nodes after their inputs (``torch._inductor.pattern_matcher``)."""
-    from torch._inductor.pattern_matcher import stable_topological_sort as sort
-
-    sort(graph)
-
-
 def inductor_cache_dir() -> str:
     """Directory of Inductor's on-disk caches."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -242,6 +235,17 @@ def min_cut_partition(
 
     with _PARTITIONING, patched_attribute(partitioners, "get_default_op_list", extended):
         return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def eager_backward_lowering() -> Any:
+    """A block in which AOTAutograd compiles a backward together with its forward and raises its errors.
+
+    By default it compiles some backwards when they first run, and forgets an error until then
+    (``torch._functorch.config.force_non_lazy_backward_lowering``).
+    """
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True)
 
 
 def aot_backend(**kwargs: Any) -> Callable[..., Any]:

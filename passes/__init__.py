@@ -34,11 +34,22 @@ from .choice import Convert, decision
 from .describe import describe
 from .find import Find, backward_nodes
 from .quantize import Quantize
-from .select import Policy, Select
+from .select import FilterError, Policy, Select
 from .share import Share
 from .tags import Tags
 
-__all__ = ["Find", "Pipeline", "Policy", "Quantize", "Select", "Share", "Tags", "check", "describe"]
+__all__ = [
+    "FilterError",
+    "Find",
+    "Pipeline",
+    "Policy",
+    "Quantize",
+    "Select",
+    "Share",
+    "Tags",
+    "check",
+    "describe",
+]
 
 
 class Pipeline:

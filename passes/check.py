@@ -43,7 +43,7 @@ def check(graph: fx.Graph, after: str, outputs: list[Any] | None = None) -> None
     except Exception as error:
         raise CheckError(f"after {after}: {error}") from error
     for node in graph.nodes:
-        if "f8fx" not in node.meta:
+        if node.op != "call_function" or "f8fx" not in node.meta:
             continue
         where = f"after {after}: {node.format_node()}"
         if "val" not in node.meta:

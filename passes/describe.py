@@ -55,8 +55,9 @@ def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
 
 
 def _target(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target.overloadpacket).removeprefix("aten.")
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet).removeprefix("aten.")
     return getattr(node.target, "__name__", str(node.target))
 
 

@@ -103,7 +103,7 @@ class _Walk:
             elif node.target in _GEMMS:
                 if node.target is aten.bmm.default and not is_same(shape_of(node)[0], 1):
                     self._leave(node, _BATCHED)
-                elif node in self.backward:
+                elif self._is_backward(node):
                     self._backward_gemm(node)
                 else:
                     self._forward_gemm(node)
@@ -148,9 +148,19 @@ class _Walk:
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
 
+    def _is_backward(self, node: fx.Node) -> bool:
+        # gradients taken inside a graph, or in the body of a higher-order operator, have no tangents
+        marked = node.meta.get("autograd_backward") or node.meta.get("partitioner_tag") == "is_backward"
+        return node in self.backward or bool(marked)
+
     def _backward_gemm(self, node: fx.Node) -> None:
         sides = self._operands(node)
         is_grad = [side in self.backward for side in sides]
+        if not any(is_grad):  # told by its mark alone: the side that no forward matmul reads
+            is_grad = [self._trace(side).node not in self.readers for side in sides]
+            if not any(is_grad):
+                self._leave(node, "no forward matmul it is the gradient of")
+                return
         if all(is_grad):
             self._leave(node, "both operands are gradients")
             return

@@ -25,6 +25,11 @@ from .find import Found
 from .gemm import Gemm, Operand, Size
 from .worth import Worth
 
+
+class FilterError(ValueError):
+    """The user's ``filter_fn`` raised; the message says for which matmul."""
+
+
 FilterFn = Callable[[str, GemmInfo], bool]
 
 
@@ -140,7 +145,7 @@ class Select:
                 return Skip(gemm, "filtered", f"filter_fqns has {part!r}")
         if policy.only_fqns and not any(part in gemm.fqn for part in policy.only_fqns):
             return Skip(gemm, "filtered", "not in only_fqns")
-        if policy.filter_fn is not None and not policy.filter_fn(gemm.fqn, _info(gemm)):
+        if policy.filter_fn is not None and not _ask(policy.filter_fn, gemm):
             return Skip(gemm, "filtered", "filter_fn said no")
         return None
 
@@ -158,6 +163,16 @@ class Select:
 def is_aligned(size: Size) -> bool:
     """Whether a size is a multiple of 16 whatever its value at run time."""
     return statically_true(size % ALIGNMENT == 0)
+
+
+def _ask(filter_fn: FilterFn, gemm: Gemm) -> bool:
+    info = _info(gemm)
+    try:
+        return bool(filter_fn(gemm.fqn, info))
+    except Exception as error:
+        raise FilterError(
+            f"filter_fn raised {type(error).__name__} for {gemm.fqn!r}, {info}: {error}"
+        ) from error
 
 
 def _info(gemm: Gemm) -> GemmInfo:

@@ -39,7 +39,7 @@ class Share:
 
 
 def _inserted(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if "f8fx" in node.meta]
+    return [node for node in graph.nodes if node.op == "call_function" and "f8fx" in node.meta]
 
 
 def _hashable(value: Any) -> Hashable:

@@ -26,7 +26,7 @@ class Tags:
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in reversed(graph.nodes):
-            if "f8fx" in node.meta and not node.meta["f8fx"].is_result:
+            if node.op == "call_function" and "f8fx" in node.meta and not node.meta["f8fx"].is_result:
                 _mark(node)
 
 
