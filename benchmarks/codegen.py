@@ -122,8 +122,7 @@ def halves(
 ) -> tuple[list[fx.GraphModule], int]:
     """Forward and backward graph of a model after the passes (or without), and bytes saved between them."""
     parsed = Options.parse({"select": "all", "target": "h100", **options})
-    pipeline = Pipeline(parsed.recipe, parsed.policy(), parsed.target)
-    pipeline.quantize.rowwise_in_gemm = lambda device: True
+    pipeline = Pipeline(parsed.recipe, parsed.policy(), parsed.target, rowwise_in_gemm=lambda device: True)
     found: list[fx.GraphModule] = []
 
     def transform(graph: fx.Graph) -> None:

@@ -28,7 +28,7 @@ from .explain_trace import ExplainError, GraphTrace
 from .hardware import Hardware
 from .options import Options
 from .partition import Partitioner
-from .passes import Pipeline, Quantize, Select
+from .passes import Pipeline
 from .recipe import Role
 from .report import Decision, GraphReport
 
@@ -240,11 +240,14 @@ def explain(
 
 
 def _pipeline(options: Options, like_gpu: bool) -> Pipeline:
-    pipeline = Pipeline(options.recipe, options.policy(), options.target, options.debug)
-    pipeline.select = Select(options.recipe, options.policy(), options.target, predict=True)
-    if like_gpu:
-        pipeline.quantize = Quantize(options.recipe, lambda device: True)
-    return pipeline
+    return Pipeline(
+        options.recipe,
+        options.policy(),
+        options.target,
+        options.debug,
+        predict=True,
+        rowwise_in_gemm=(lambda device: True) if like_gpu else None,
+    )
 
 
 def _rows(traces: list[GraphTrace]) -> list[Row]:

@@ -61,6 +61,9 @@ class Pipeline:
         hardware: what decisions are made for; ``None``: the device each matmul runs on.
         debug: check the graph after every pass.
         watch: called with the name of each pass and the graph's text after it.
+        predict: put the cost model's figures on every decision, also where they decide nothing.
+        rowwise_in_gemm: whether ``_scaled_mm`` takes scale vectors on a device; default: what this
+            torch can do there.
     """
 
     def __init__(
@@ -70,13 +73,15 @@ class Pipeline:
         hardware: Hardware | None = None,
         debug: bool = False,
         watch: Callable[[str, str], None] | None = None,
+        predict: bool = False,
+        rowwise_in_gemm: Callable[[torch.device], bool] | None = None,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
         self.watch = watch
         self.find = Find()
-        self.select = Select(recipe, policy, hardware)
-        self.quantize = Quantize(recipe, _rowwise_in_gemm)
+        self.select = Select(recipe, policy, hardware, predict)
+        self.quantize = Quantize(recipe, rowwise_in_gemm or _rowwise_in_gemm)
         self.share = Share()
         self.tags = Tags()
 

@@ -149,9 +149,12 @@ class _Walk:
         self.readers[gemm.right.node].append((gemm, kinds[1]))
 
     def _is_backward(self, node: fx.Node) -> bool:
-        # gradients taken inside a graph, or in the body of a higher-order operator, have no tangents
-        marked = node.meta.get("autograd_backward") or node.meta.get("partitioner_tag") == "is_backward"
-        return node in self.backward or bool(marked)
+        if node in self.backward:
+            return True
+        # gradients taken inside a graph, or in the body of a higher-order operator, have no tangents; a
+        # forward that such a body runs again is tagged as one
+        tag = node.meta.get("partitioner_tag")
+        return tag == "is_backward" if tag else bool(node.meta.get("autograd_backward"))
 
     def _backward_gemm(self, node: fx.Node) -> None:
         sides = self._operands(node)

@@ -89,8 +89,13 @@ def graph_after(
 
     texts: list[str] = []
     options = f8fx.Options.parse({"select": "all", **kwargs})
-    pipeline = Pipeline(options.recipe, options.policy(), options.target, debug=True)
-    pipeline.quantize.rowwise_in_gemm = lambda device: rowwise_in_gemm
+    pipeline = Pipeline(
+        options.recipe,
+        options.policy(),
+        options.target,
+        debug=True,
+        rowwise_in_gemm=lambda device: rowwise_in_gemm,
+    )
 
     def transform(graph: fx.Graph) -> None:
         pipeline(graph)

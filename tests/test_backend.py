@@ -214,3 +214,54 @@ def test_a_users_joint_pass_runs_first():
 
     compiled(Net(), inductor={"joint_custom_pre_pass": Own()})(randn(16, 32))
     assert len(seen) == 1 and "f8fx" not in seen[0]
+
+
+# -- found by review
+
+
+def test_uninstall_inside_a_block():
+    original = compile_fx_module().compile_fx
+    with f8fx.installed(select="all", executor="eager"):
+        f8fx.uninstall()
+    assert compile_fx_module().compile_fx is original
+
+
+@pytest.mark.slow
+def test_an_explicit_backend_is_not_rewritten_again_by_an_installed_one():
+    """Its own filter holds: the installed passes do not come after it."""
+    f8fx.install(select="all")
+    try:
+        with recording() as reports:
+            compiled(Net(), executor="inductor", filter_fqns=["second"])(randn(16, 32, grad=False))
+    finally:
+        f8fx.uninstall()
+    assert [r.reasons for r in reports] == [{"filtered": 3}]
+    assert all(d.fqn == "first" for d in reports[0].decisions if d.converted)
+
+
+def test_a_filter_function_that_raises_is_the_users_error():
+    def broken(fqn, gemm):
+        return gemm.colour
+
+    with pytest.raises(Exception, match=r"filter_fn raised AttributeError for 'first'.*output"):
+        compiled(Net(), strict=False, filter_fn=broken)(randn(16, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_failure_in_the_backward_alone_falls_back_as_well(monkeypatch, dynamic):
+    """AOTAutograd would compile a dynamic backward when it first runs, too late to fall back."""
+    from f8fx import lowerings, ops
+
+    lowerings.register()
+    from torch._inductor import lowering
+
+    def explode(*args, **kwargs):
+        raise Boom("no such lowering")
+
+    monkeypatch.setitem(lowering.lowerings, ops.quantize_both, explode)
+    model, x = Net(), randn(17, 32)
+    with pytest.warns(UserWarning, match="runs without float8"):
+        y = compiled(model, strict=False, executor="inductor", dynamic=dynamic)(x)
+    y.sum().backward()
+    assert x.grad is not None

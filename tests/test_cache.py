@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8fx
+import f8fx.hardware
 from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline
 from tests.helpers import bf16, randn
@@ -147,6 +148,36 @@ def test_every_option_that_decides_is_in_the_key():
     ]
     assert len({base, *(k.uuid for k in others)}) == len(others) + 1
     assert key(verbose=True, debug=True).uuid == base
+
+
+def test_every_figure_of_the_target_is_in_the_key():
+    """Not only its name: a user may describe hardware of their own."""
+    import dataclasses
+
+    h100 = f8fx.hardware.find("h100")
+    other = dataclasses.replace(h100, fp8_flops=h100.fp8_flops / 2)
+    assert key(target=h100).uuid == key(target="h100").uuid != key(target=other).uuid
+
+
+def test_the_record_of_decisions_knows_autocast():
+    """The same Dynamo graph is another graph under autocast."""
+    linear = nn.Linear(32, 48)
+
+    def record():
+        keys = []
+
+        def backend(gm, inputs):
+            keys.append(CacheKey.of(gm, inputs, f8fx.Options.parse({})).graph)
+            return gm.forward
+
+        torch._dynamo.reset()
+        torch.compile(linear, backend=backend)(torch.ones(16, 32))
+        return keys[0]
+
+    plain = record()
+    with torch.autocast("cpu", dtype=bf16):
+        assert record() != plain
+    assert record() == plain
 
 
 def test_hints_of_dynamic_sizes_are_in_the_key_of_auto():

@@ -61,8 +61,9 @@ def saved(
     def transform(graph):
         if recipe is not None:
             parsed = f8fx.Options.parse({"recipe": recipe, "select": "all"})
-            pipeline = Pipeline(parsed.recipe, parsed.policy(), debug=True)
-            pipeline.quantize.rowwise_in_gemm = lambda device: rowwise_in_gemm
+            pipeline = Pipeline(
+                parsed.recipe, parsed.policy(), debug=True, rowwise_in_gemm=lambda device: rowwise_in_gemm
+            )
             report = pipeline(graph)
             assert report.converted > 0
 

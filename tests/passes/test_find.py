@@ -186,3 +186,22 @@ def test_users_of_existing_float8_are_left():
 
     found = found_in(f, randn(16, 32, grad=False), randn(48, 32, grad=False))
     assert [u.reason for u in found.unmatched] == ["already float8"]
+
+
+def test_gradients_in_the_body_of_a_branch_have_their_roles():
+    """No tangents there: AOTAutograd's mark on the nodes tells."""
+    from f8fx import recording
+    from tests.helpers import compiled
+
+    weight = nn.Parameter(randn(32, 32, grad=False))
+
+    def f(x, flag):
+        return torch.cond(flag, lambda x: torch.sin(x @ weight), lambda x: torch.cos(x @ weight), (x,))
+
+    with recording() as reports:
+        x = randn(16, 32)
+        compiled(f, recipe="rowwise_with_gw_hp")(x, torch.tensor(True)).sum().backward()
+    assert len(reports) == 1
+    roles = {(d.role, d.converted) for d in reports[0].decisions}
+    assert ("grad_weight", False) in roles and ("grad_weight", True) not in roles
+    assert ("output", True) in roles and ("grad_input", True) in roles
