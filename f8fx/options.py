@@ -104,7 +104,8 @@ class Options:
 
     def decision_key(self) -> tuple[Any, ...]:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
-        target = self.target and [(f.name, str(getattr(self.target, f.name))) for f in fields(self.target)]
+        chosen = self.target
+        target = chosen and tuple((f.name, str(getattr(chosen, f.name))) for f in fields(chosen))
         return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, self.save, target)
 
 
