@@ -85,7 +85,7 @@ def test_any_linear_converts_and_stays_close(m, k, n, recipe, dtype, bias):
         y.backward(grad)
     skipped = {d.reason for d in reports[0].decisions if not d.converted}
     allowed = {"kept in high precision by the recipe"}
-    if m == 1:  # Inductor decomposes tiny products of vectors: the forward then is no matmul
+    if 1 in (m, k, n):  # Inductor decomposes products of vectors on CPU: the forward then is no matmul
         allowed.add("no forward matmul it is the gradient of")
     assert skipped <= allowed, skipped
     assert_product(y, x, w.t(), b)
