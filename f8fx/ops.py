@@ -134,5 +134,5 @@ quantize = torch.ops.f8fx.quantize.default
 quantize_both = torch.ops.f8fx.quantize_both.default
 dequantize = torch.ops.f8fx.dequantize.default
 
-#: All operators of the IR, for passes that treat them alike.
+#: All operators of the IR.
 ALL = frozenset((amax, scale, quantize, quantize_both, dequantize))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +29,6 @@ class Operand:
     transposed: bool
     kind: OperandKind
     fused: bool
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for operands that are the same tensor."""
-        return self.node
 
     @property
     def dtype(self) -> torch.dtype:

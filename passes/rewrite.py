@@ -2,7 +2,7 @@
 
 Inductor's partitioner, checkpointing, DTensor and the profiler all read node metadata. A node
 without a ``val`` breaks the next rewrite; one without ``recompute`` silently defeats activation
-checkpointing. So passes never call ``graph.call_function`` themselves.
+checkpointing. So a pass inserts through :class:`Inserter`, or, where it replaces a node, hands on its metadata.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import fx
 
 from .fake import set_value_by_layout
 
-#: What decides where a node runs and whether it is recomputed; :mod:`passes.tags` refines it.
-PLACEMENT = ("partitioner_tag", "recompute", "ac_graph_id", "memory_budget")
-#: Where a node comes from; copied from the matmul a new node serves.
+#: Copied from the matmul a new node serves: where it comes from, where it runs and whether it is recomputed
+#: (:mod:`passes.tags` refines the last).
 _PROVENANCE = (
     "nn_module_stack",
     "fwd_nn_module_stack",
@@ -28,7 +27,10 @@ _PROVENANCE = (
     "source_fn_stack",
     "original_aten",
     "from_node",
-    *PLACEMENT,
+    "partitioner_tag",
+    "recompute",
+    "ac_graph_id",
+    "memory_budget",
 )
 
 
