@@ -22,8 +22,8 @@ from torch import fx
 
 from f8fx import executor, lowerings
 from f8fx.options import Options
-from f8fx.passes import Pipeline
 from f8fx.torch_private import fake_tensor_mode
+from f8fx.tuning import tuning
 
 _H100 = types.SimpleNamespace(
     name="NVIDIA H100",
@@ -122,7 +122,7 @@ def halves(
 ) -> tuple[list[fx.GraphModule], int]:
     """Forward and backward graph of a model after the passes (or without), and bytes saved between them."""
     parsed = Options.parse({"select": "all", "target": "h100", **options})
-    pipeline = Pipeline(parsed.recipe, parsed.policy(), parsed.target, rowwise_in_gemm=lambda device: True)
+    pipeline = parsed.pipeline(rowwise_scales=lambda device: parsed.rowwise_scales or "in_gemm")
     found: list[fx.GraphModule] = []
 
     def transform(graph: fx.Graph) -> None:
@@ -157,6 +157,8 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
     lowerings.register()
     graph, inputs, mode = _on_cuda(half)
     patches = {"force_disable_caches": True, "compile_threads": 1, "triton.autotune_at_compile_time": False}
+    if any(getattr(node.target, "namespace", "") == "f8fx" for node in half.graph.nodes):
+        patches.update(tuning({}))
     with V.set_fake_mode(mode), config.patch(patches):
         _recursive_post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)

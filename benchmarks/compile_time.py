@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from f8fx.backend import f8fx
 from f8fx.demo.model import Decoder, DecoderConfig
 from f8fx.options import Options
-from f8fx.passes import Pipeline
 from f8fx.report import recording
 from f8fx.torch_private import compile_fx_module
 
@@ -40,7 +39,7 @@ NAME = "compile_time"
 NODES = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
 QUICK_NODES = (1_000, 5_000, 50_000)
 TARGET = "h100"
-PASSES = ("find", "select", "quantize", "share", "tags")
+PASSES = ("find", "select", "merge", "quantize", "share", "materialize", "tags")
 CASE = ("part", "nodes", "recipe", "select")
 
 #: The goals of the project.
@@ -61,7 +60,7 @@ def block() -> Any:
 def run_pipeline(layers: int, recipe: str, select: str, collector: bool = True) -> tuple[float, float, Row]:
     """Wall seconds, processor seconds and findings of the passes on a stack of blocks."""
     options = Options.parse({"recipe": recipe, "select": select, "target": TARGET})
-    pipeline = Pipeline(options.recipe, options.policy(), options.target)
+    pipeline = options.pipeline()
     graph = graphs.stack(block(), layers)
     before = len(graph.nodes)
     gc.collect()

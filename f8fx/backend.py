@@ -12,6 +12,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -30,6 +31,7 @@ from .torch_private import (
     inductor_config,
     joint_custom_pre_pass,
 )
+from .tuning import tuning
 
 CompileFx = Callable[..., Any]
 
@@ -45,12 +47,20 @@ class GraphPass(CustomGraphPass):
         pipeline: the passes.
         key: what the decisions depend on beyond the graph itself.
         before: the passes a user had put into ``joint_custom_pre_pass``; they run first.
+        tuning: Inductor options for graphs that were rewritten (:mod:`f8fx.tuning`).
     """
 
-    def __init__(self, pipeline: Pipeline, key: CacheKey, before: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        key: CacheKey,
+        before: Sequence[Any] = (),
+        tuning: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.pipeline = pipeline
         self.key = key
         self.before = tuple(before)
+        self.tuning = tuning
         self.reports: list[GraphReport] = []
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -141,6 +151,8 @@ def _runner(
         if graph_pass is None:
             return compile_fx(graph, example_inputs, config_patches=dict(config))
         ours: dict[str, Any] = {"joint_custom_pre_pass": graph_pass}
+        # as they are: lowering changes them, and Inductor sets them back after the compile
+        ours.update({key: getattr(inductor_config(), key) for key in graph_pass.tuning})
         if config.get("custom_partitioner_fn", inductor_config().custom_partitioner_fn) is None:
             ours["custom_partitioner_fn"] = Partitioner(options.save)
         return compile_fx(graph, example_inputs, config_patches={**config, **ours})
@@ -160,13 +172,13 @@ def _graph_pass(
         def watch(name: str, text: str) -> None:
             log.debug("after %s:\n%s", name, text)
 
-    pipeline = Pipeline(options.recipe, options.policy(), options.target, options.debug, watch)
+    pipeline = options.pipeline(watch=watch)
     previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
     if previous is None:
         previous = ()
     elif not isinstance(previous, (list, tuple)):
         previous = (previous,)
-    return GraphPass(pipeline, CacheKey.of(gm, example_inputs, options), previous)
+    return GraphPass(pipeline, CacheKey.of(gm, example_inputs, options), previous, tuning(config))
 
 
 def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:

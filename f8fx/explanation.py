@@ -240,14 +240,9 @@ def explain(
 
 
 def _pipeline(options: Options, like_gpu: bool) -> Pipeline:
-    return Pipeline(
-        options.recipe,
-        options.policy(),
-        options.target,
-        options.debug,
-        predict=True,
-        rowwise_in_gemm=(lambda device: True) if like_gpu else None,
-    )
+    if like_gpu and options.rowwise_scales is None:
+        return options.pipeline(predict=True, rowwise_scales=lambda device: "in_gemm")
+    return options.pipeline(predict=True)
 
 
 def _rows(traces: list[GraphTrace]) -> list[Row]:

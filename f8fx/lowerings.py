@@ -3,6 +3,9 @@
 Each lowering composes lowerings that Inductor has, so that amax, scaling and cast fuse with the
 kernels around them as if they had been written out as primitives, while graphs stay short.
 
+A ``concat`` is read part by part and never written: its amax is the largest, or the row, of its parts'
+amaxes, and its casts are written by each part's kernel into one buffer.
+
 Three things are pinned by hand:
 
 * float8 copies get the strides the gemm needs (``[rows, k]``, k innermost): Inductor would be free to
@@ -16,15 +19,16 @@ Three things are pinned by hand:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
 
 from . import ops
 from .recipe import EPS
-from .torch_private import Lowering, express_min_max_as_where, inductor_lowering
+from .torch_private import Lowering, Parts, express_min_max_as_where, inductor_lowering
 
 aten = torch.ops.aten
 
@@ -39,9 +43,26 @@ def register() -> None:
     table.register(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
     table.register(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
+    table.register(ops.materialize, table.realized)
+    table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
 
 
 def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
+    whole = table.parts(x)
+    if dim is None and table.is_large(x):
+        # rows first: they reduce in the kernel that computes them, and one small kernel does the rest
+        if whole is None:
+            rows = table.realized(_amax(table, x, 1))
+        elif whole.dim == 1:
+            rows = _amax(table, x, 1)
+        else:
+            rows = table.concatenation([table.realized(_amax(table, part, 1)) for part in whole.values], 0)
+        return table(aten.amax, rows, [0], False)
+    if whole is not None:
+        amaxes = [_amax(table, part, dim) for part in whole.values]
+        if dim is not None and dim != whole.dim:
+            return table.concatenation(amaxes, 0)
+        return reduce(lambda a, b: table(aten.maximum, a, b), map(table.realized, amaxes))
     # in float32, which is exact for a maximum: Inductor's C++ code for two equal bfloat16 reductions in one
     # kernel does not compile (torch 2.13)
     magnitude = table.to_dtype(table(aten.abs, x), torch.float32)
@@ -49,6 +70,10 @@ def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
 
 
 def _scale(table: Lowering, amax: Any, *, dtype: torch.dtype, power_of_2: bool = False) -> Any:
+    whole = table.parts(amax)
+    if whole is not None:
+        scales = [_scale(table, part, dtype=dtype, power_of_2=power_of_2) for part in whole.values]
+        return table.concatenation(scales, whole.dim)
     floor = table(aten.clamp_min, table.to_dtype(amax, torch.float64), EPS)
     limit = table.constant_like(torch.finfo(dtype).max, floor)
     result = table.to_dtype(table(aten.div, limit, floor), torch.float32)
@@ -67,6 +92,39 @@ def _quantize(
     transpose: bool = False,
     align: Sequence[int] = (1, 1),
 ) -> Any:
+    whole = table.parts(x)
+    if whole is None:
+        copy = table.row_major(_cast(table, x, scale, dtype, dim, transpose, align))
+        return table.alone(copy) if transpose and table.is_normalized(ops.quantize) else copy
+    # every part is cast into its place in one buffer
+    casts = [
+        _cast(table, part, own, dtype, dim, transpose, align)
+        for part, own in zip(whole.values, _scales(table, scale, whole, dim), strict=True)
+    ]
+    return table.filled(casts, 1 - whole.dim if transpose else whole.dim)
+
+
+def _scales(table: Lowering, scale: Any, whole: Parts, dim: int | None) -> list[Any]:
+    """The scale of every part."""
+    if dim is None or dim == whole.dim:
+        return [scale] * len(whole.values)
+    scales = table.parts(scale)
+    if scales is not None:
+        return list(scales.values)
+    ends = list(itertools.accumulate(part.get_size()[whole.dim] for part in whole.values))
+    return [table(aten.slice, scale, 0, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _cast(
+    table: Lowering,
+    x: Any,
+    scale: Any,
+    dtype: torch.dtype,
+    dim: int | None,
+    transpose: bool,
+    align: Sequence[int],
+) -> Any:
+    """The cast as a value that is not in memory yet."""
     value = table(aten.mul, table.to_dtype(x, torch.float32), _broadcast(table, scale, dim))
     limit = torch.finfo(dtype).max
     for bound, beyond in ((limit, aten.gt), (-limit, aten.lt)):
@@ -77,7 +135,7 @@ def _quantize(
     missing = [table.missing(size, multiple) for size, multiple in ((columns, align[1]), (rows, align[0]))]
     if any(missing):
         value = table(aten.constant_pad_nd, value, [0, missing[0], 0, missing[1]], 0.0)
-    return table.row_major(table.to_dtype(value, dtype))
+    return table.to_dtype(value, dtype)
 
 
 def _quantize_both(

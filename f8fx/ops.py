@@ -1,4 +1,4 @@
-"""The intermediate representation: five functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: seven functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
@@ -6,6 +6,9 @@
 ``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
 ``quantize_both``      both copies at once, with one read of the source
 ``dequantize``         marks a tensor that already is float8; ``quantize`` of it folds away
+``concat``             tensors side by side, as one operand of a merged gemm; never written to memory:
+                       ``amax`` and ``quantize`` of it read the parts where they lie
+``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it
 =====================  ====================================================================
 
 Graphs rewritten by the passes hold these, ``aten._scaled_mm`` and movement operators, so they are
@@ -36,6 +39,8 @@ _SCHEMAS = (
     "quantize_both(Tensor x, Tensor scale, Tensor scale_t, *, ScalarType dtype, int? dim=None, "
     "int? dim_t=None, int[2] align=[1, 1], int[2] align_t=[1, 1]) -> (Tensor, Tensor)",
     "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None) -> Tensor",
+    "concat(Tensor[] tensors, int dim) -> Tensor",
+    "materialize(Tensor x) -> Tensor",
 )
 for _schema in _SCHEMAS:
     _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -82,12 +87,22 @@ def _dequantize(data: Tensor, scale: Tensor, *, dtype: torch.dtype, dim: int | N
     return cast.dequantize(data, scale, dtype, dim)
 
 
+def _concat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(list(tensors), dim)
+
+
+def _materialize(x: Tensor) -> Tensor:
+    return x.clone()
+
+
 for _name, _implementation in (
     ("amax", _amax),
     ("scale", _scale),
     ("quantize", _quantize),
     ("quantize_both", _quantize_both),
     ("dequantize", _dequantize),
+    ("concat", _concat),
+    ("materialize", _materialize),
 ):
     _LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
 
@@ -128,11 +143,28 @@ def _(data, scale, *, dtype, dim=None):
     return data.new_empty(data.shape, dtype=dtype)
 
 
+@torch.library.register_fake("f8fx::materialize", lib=_LIB)
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("f8fx::concat", lib=_LIB)
+def _(tensors, dim):
+    first = tensors[0]
+    torch._check(first.dim() == 2, lambda: f"f8fx.concat takes 2-D tensors, got shape {tuple(first.shape)}")
+    sizes = list(first.shape)
+    for tensor in tensors[1:]:
+        sizes[dim] = sizes[dim] + tensor.shape[dim]
+    return first.new_empty(sizes)
+
+
 amax = torch.ops.f8fx.amax.default
 scale = torch.ops.f8fx.scale.default
 quantize = torch.ops.f8fx.quantize.default
 quantize_both = torch.ops.f8fx.quantize_both.default
 dequantize = torch.ops.f8fx.dequantize.default
+concat = torch.ops.f8fx.concat.default
+materialize = torch.ops.f8fx.materialize.default
 
 #: All operators of the IR.
-ALL = frozenset((amax, scale, quantize, quantize_both, dequantize))
+ALL = frozenset((amax, scale, quantize, quantize_both, dequantize, concat, materialize))

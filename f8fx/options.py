@@ -14,6 +14,7 @@ from typing import Any, Literal
 from . import hardware
 from .hardware import Hardware
 from .partition import Save
+from .passes import Pipeline
 from .passes.select import FilterFn, Policy
 from .recipe import PRESETS, Recipe
 from .torch_private import inductor_config, inductor_mode_options, inductor_modes
@@ -42,6 +43,11 @@ class Options:
             unless the function has an attribute ``uuid``: a string that changes when its answers do.
         pad: ``"auto"`` zero-pads sizes that are no multiple of 16 (under ``select="auto"`` where
             that pays); ``"never"`` leaves such matmuls alone.
+        merge: ``"auto"`` runs matmuls that read one input (q, k, v) as one where the cost model says that
+            it is faster; ``"never"`` leaves them separate, each with scales of its own.
+        rowwise_scales: where rowwise scales are applied when the recipe wants exact accumulation:
+            ``"in_gemm"``, to the accumulator, or ``"torchao"``, by a kernel of its own to the rounded
+            result, which is torchao's arithmetic to the bit. Default: what is faster on the device.
         save: ``"lean"`` lets the backward redo casts of what is saved anyway, so that no more bytes are
             saved than in high precision; ``"fast"`` saves what the forward has cast.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
@@ -59,6 +65,8 @@ class Options:
     only_fqns: tuple[str, ...] = ()
     filter_fn: FilterFn | None = None
     pad: Literal["auto", "never"] = "auto"
+    merge: Literal["auto", "never"] = "auto"
+    rowwise_scales: Literal["in_gemm", "torchao"] | None = None
     save: Save = "lean"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
@@ -102,11 +110,25 @@ class Options:
         """The options that `select` needs."""
         return Policy(self.select, self.filter_fqns, self.only_fqns, self.filter_fn, self.pad)
 
+    def pipeline(self, **overrides: Any) -> Pipeline:
+        """The passes under these options; ``overrides`` are further arguments of the pipeline."""
+        scales = self.rowwise_scales
+        arguments: dict[str, Any] = {
+            "debug": self.debug,
+            "rowwise_scales": None if scales is None else (lambda device: scales),
+            "merge": self.merge,
+            "weights_at_once": self.save == "fast",
+            **overrides,
+        }
+        return Pipeline(self.recipe, self.policy(), self.target, **arguments)
+
     def decision_key(self) -> tuple[Any, ...]:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
-        chosen = self.target
-        target = chosen and tuple((f.name, str(getattr(chosen, f.name))) for f in fields(chosen))
-        return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, self.save, target)
+        hw = self.target
+        target = hw and tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
+        filters = (self.filter_fqns, self.only_fqns)
+        chosen = (self.pad, self.merge, self.rowwise_scales, self.save)
+        return (self.recipe, self.select, filters, chosen, target)
 
 
 def _unknown(what: str, value: object, known: Iterable[str]) -> str:
@@ -193,6 +215,8 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "only_fqns": _names("only_fqns"),
     "filter_fn": _filter_fn,
     "pad": _choice("pad", "auto", "never"),
+    "merge": _choice("merge", "auto", "never"),
+    "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao"),
     "save": _choice("save", "lean", "fast"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),

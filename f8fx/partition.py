@@ -18,11 +18,10 @@ from .torch_private import CustomPartitionerFn, min_cut_partition
 
 Save = Literal["lean", "fast"]
 
-#: What each choice lets the partitioner recompute.
-_RECOMPUTABLE = {
-    "lean": frozenset(op.overloadpacket for op in (ops.amax, ops.quantize, ops.quantize_both)),
-    "fast": frozenset[Any](),
-}
+#: What the partitioner may recompute. Both layouts at once are only made where both are wanted: of a gradient,
+#: in the backward, or with ``save="fast"`` of a weight, in the forward (:mod:`passes.share`).
+_RECOMPUTABLE = frozenset(op.overloadpacket for op in (ops.amax, ops.quantize, ops.concat))
+_RECOMPUTABLE_LEAN = _RECOMPUTABLE | {ops.quantize_both.overloadpacket}
 
 
 class Partitioner(CustomPartitionerFn):
@@ -30,14 +29,15 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         save: ``"lean"``: casts may be recomputed, so that no more is saved than the sources;
-            ``"fast"``: what the forward has cast is saved.
+            ``"fast"``: the transposed copies of weights, made in the forward with the others, are saved.
     """
 
     def __init__(self, save: Save) -> None:
         self.save = save
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        return min_cut_partition(gm, joint_inputs, _RECOMPUTABLE[self.save], **kwargs)
+        recomputable = _RECOMPUTABLE_LEAN if self.save == "lean" else _RECOMPUTABLE
+        return min_cut_partition(gm, joint_inputs, recomputable, **kwargs)
 
     def uuid(self) -> Any:
         """The code's hash is part of the pass's key."""

@@ -126,10 +126,11 @@ class GemmSpec:
 
     @property
     def scales_after_gemm(self) -> bool:
-        """Whether the scales are applied to the gemm's result instead of inside it.
+        """Whether torchao applies the scales to the gemm's result instead of inside it.
 
-        torchao's definition: a rowwise gemm without fast accumulation runs with unit scales and
-        its bfloat16 result is multiplied by the outer product of the reciprocal scales.
+        It runs a rowwise gemm without fast accumulation with unit scales and multiplies the bfloat16
+        result by the outer product of the reciprocal scales. f8fx does so where it must be equal to the
+        bit, or where the device's gemm is slow at it (``passes.quantize.RowwiseScales``).
         """
         return self.is_rowwise and not self.use_fast_accum
 

@@ -12,7 +12,7 @@ import importlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -282,6 +282,13 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, previous)
 
 
+class Parts(NamedTuple):
+    """Values that stand side by side along a dimension."""
+
+    values: tuple[Any, ...]
+    dim: int
+
+
 class Lowering:
     """Inductor's lowerings, called on its IR values (``torch._inductor.lowering``, ``ir``)."""
 
@@ -293,7 +300,26 @@ class Lowering:
 
     def register(self, target: Any, fn: Callable[..., Any]) -> None:
         """Makes ``fn`` the lowering of an operator."""
-        self._lowering.register_lowering(target, type_promotion_kind=None)(fn)
+
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            self._tune()
+            return fn(*args, **kwargs)
+
+        self._lowering.register_lowering(target, type_promotion_kind=None)(lower)
+
+    def _tune(self) -> None:
+        """Sets the Inductor options that the pass carries, for the graph being compiled.
+
+        ``compile_fx`` restores them afterwards: they are among the options it was given for this compile.
+        """
+        from torch._inductor.virtualized import V
+
+        config = inductor_config()
+        tuning = getattr(config.joint_custom_pre_pass, "tuning", None)
+        if tuning and any(device not in ("cpu", "meta") for device in V.graph.device_types):
+            for key, value in tuning.items():
+                if getattr(config, key) != value:
+                    setattr(config, key, value)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """The lowering of an aten operator applied to IR values."""
@@ -315,6 +341,81 @@ class Lowering:
     def row_major(self, x: Any) -> Any:
         """The 2-D value in a buffer of its own with contiguous strides."""
         return self._ir.ExternKernel.require_stride_order(x, [1, 0])
+
+    def concatenation(self, values: Sequence[Any], dim: int) -> Any:
+        """The values side by side, as a value that remembers its :meth:`parts`."""
+        whole = self._lowering.pointwise_cat(list(values), dim)
+        whole.f8fx_parts = Parts(tuple(values), dim)
+        return whole
+
+    def parts(self, x: Any) -> Parts | None:
+        """What a :meth:`concatenation` was made of; ``None`` for any other value."""
+        return getattr(x, "f8fx_parts", None)
+
+    def filled(self, values: Sequence[Any], dim: int) -> Any:
+        """One contiguous buffer that the kernels of the 2-D values write into, side by side.
+
+        What ``ir.ConcatKernel.create`` does, without the padding of strides, which float8 gemms do not take.
+        """
+        from torch._inductor.virtualized import V
+
+        ir = self._ir
+        sizes = list(values[0].get_size())
+        ends: list[Any] = []
+        for value in values:
+            ends.append((ends[-1] if ends else 0) + value.get_size()[dim])
+        sizes[dim] = ends[-1]
+        layout = ir.FixedLayout(
+            device=values[0].get_device(),
+            dtype=values[0].get_dtype(),
+            size=sizes,
+            stride=ir.FlexibleLayout.contiguous_strides(sizes),
+        )
+        kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+        buffer = ir.StorageBox(kernel)
+        for value, start, end in zip(values, [0, *ends], ends, strict=False):
+            place = ir.SliceView.create(buffer, dim, start, end, clamp=False)
+            kernel.inputs.append(ir.ConcatKernel.realize_into(value, place))
+        kernel.name = V.graph.register_buffer(kernel)
+        kernel.inputs = ir.ConcatKernel.unwrap_storage(kernel.inputs)
+        V.graph.register_operation(kernel)
+        return ir.TensorBox(buffer)
+
+    def is_large(self, x: Any, rows: int = 1024) -> bool:
+        """Whether a 2-D value is known to have at least so many rows and is on a GPU."""
+        from torch._inductor.virtualized import V
+
+        return x.get_device().type != "cpu" and V.graph.sizevars.statically_known_geq(x.get_size()[0], rows)
+
+    def alone(self, x: Any) -> Any:
+        """The realized value, written by a kernel that Inductor fuses with no other."""
+        from torch._inductor.virtualized import V
+
+        V.graph.no_fuse_buffer_names.add(x.get_name())
+        return x
+
+    def is_normalized(self, target: Any) -> bool:
+        """Whether the node being lowered is a `target` of something pointwise over a tensor and one number a row."""
+        from torch._inductor.virtualized import V
+
+        if V.graph.current_node.target is not target:
+            return False
+        source = cast("fx.Node", V.graph.current_node.args[0])
+        columns = source.meta["val"].shape[-1]
+        seen: set[fx.Node] = set()
+        todo = [source]
+        while todo:
+            node = todo.pop()
+            if node in seen or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            seen.add(node)
+            shape = node.meta["val"].shape
+            if len(shape) > 1 and shape[-1] == 1 and columns != 1:
+                return True
+            tags = getattr(node.target, "tags", ())
+            if torch.Tag.pointwise in tags or getattr(node.target, "is_view", False):
+                todo.extend(node.all_input_nodes)
+        return False
 
     def missing(self, size: Any, multiple: int) -> Any:
         """How many elements take a size (a number or a sympy expression) to a multiple."""

@@ -5,8 +5,10 @@
 ======  ==========  ==============================================================================
    1     find        every matmul, its role, name, sizes and operands            (only looks)
    2     select      convert or skip, with the reason                            (only looks)
+   3     merge       matmuls that read one input become one
    4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
    5     share       one amax, scale and cast for each tensor and granularity
+   6     materialize residual sums that several kernels read are written once
    7     tags        what activation checkpointing may recompute
 ======  ==========  ==============================================================================
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -33,7 +35,9 @@ from .check import check, signature
 from .choice import Convert, decision
 from .describe import describe
 from .find import Find, backward_nodes
-from .quantize import Quantize
+from .materialize import Materialize
+from .merge import Merge
+from .quantize import Quantize, RowwiseScales
 from .select import FilterError, Policy, Select
 from .share import Share
 from .tags import Tags
@@ -41,12 +45,16 @@ from .tags import Tags
 __all__ = [
     "FilterError",
     "Find",
+    "Materialize",
+    "Merge",
     "Pipeline",
     "Policy",
     "Quantize",
+    "RowwiseScales",
     "Select",
     "Share",
     "Tags",
+    "best_rowwise_scales",
     "check",
     "describe",
 ]
@@ -62,8 +70,9 @@ class Pipeline:
         debug: check the graph after every pass.
         watch: called with the name of each pass and the graph's text after it.
         predict: put the cost model's figures on every decision, also where they decide nothing.
-        rowwise_in_gemm: whether ``_scaled_mm`` takes scale vectors on a device; default: what this
-            torch can do there.
+        rowwise_scales: where a device applies rowwise scales; default: what this torch does best there.
+        weights_at_once: make both layouts of a weight in the forward (``save="fast"``).
+        merge: whether matmuls that read one input become one: where the cost model says it pays, or never.
     """
 
     def __init__(
@@ -74,15 +83,19 @@ class Pipeline:
         debug: bool = False,
         watch: Callable[[str, str], None] | None = None,
         predict: bool = False,
-        rowwise_in_gemm: Callable[[torch.device], bool] | None = None,
+        rowwise_scales: Callable[[torch.device], RowwiseScales] | None = None,
+        merge: Literal["auto", "never"] = "auto",
+        weights_at_once: bool = False,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
         self.watch = watch
         self.find = Find()
         self.select = Select(recipe, policy, hardware, predict)
-        self.quantize = Quantize(recipe, rowwise_in_gemm or _rowwise_in_gemm)
-        self.share = Share()
+        self.merge = Merge(merge, self.select.hardware_of)
+        self.quantize = Quantize(recipe, rowwise_scales or best_rowwise_scales)
+        self.share = Share(weights_at_once)
+        self.materialize = Materialize()
         self.tags = Tags()
 
     def __call__(self, graph: fx.Graph) -> GraphReport:
@@ -107,16 +120,29 @@ class Pipeline:
         choices = run("select", self.select, found)
         conversions = [choice for choice in choices if isinstance(choice, Convert)]
         if conversions:
+            conversions = run("merge", self.merge, graph, conversions)
             run("quantize", self.quantize, graph, conversions)
             run("share", self.share, graph)
+            run("materialize", self.materialize, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]
         report.target = _target_name(self.select, found)
         return report
 
 
-def _rowwise_in_gemm(device: torch.device) -> bool:
-    return supports_rowwise_scaled_mm(device.type)
+def best_rowwise_scales(device: torch.device) -> RowwiseScales:
+    """Where this torch applies rowwise scales on a device.
+
+    In the gemm where the library scales its accumulator at full speed with exact accumulation too: cuBLASLt
+    since CUDA 12.9 (before that ``_scaled_mm`` took a CUTLASS kernel, which torchao found too slow), hipBLASLt.
+    The CPU's gemm is for tests: it does as torchao does, to the bit.
+    """
+    if device.type == "cpu":
+        return "torchao" if supports_rowwise_scaled_mm("cpu") else "after"
+    built = torch.version.cuda
+    if built is not None and tuple(int(part) for part in built.split(".")[:2]) < (12, 9):
+        return "torchao"
+    return "in_gemm"
 
 
 def _target_name(select: Select, found: Any) -> str:

@@ -12,6 +12,7 @@ dimensions (a transpose); anything else ends the walk. What is left is exact: th
 
 from __future__ import annotations
 
+import operator
 from typing import cast
 
 import torch
@@ -20,7 +21,7 @@ from torch import fx
 aten = torch.ops.aten
 
 #: Operators that keep the order of the elements, whatever shape they give.
-_SAME_ORDER = frozenset(
+SAME_ORDER = frozenset(
     (
         aten.view.default,
         aten._unsafe_view.default,
@@ -33,7 +34,21 @@ _SAME_ORDER = frozenset(
         aten.detach.default,
     )
 )
-_PERMUTES = frozenset((aten.permute.default, aten.t.default, aten.transpose.int))
+PERMUTES = frozenset((aten.permute.default, aten.t.default, aten.transpose.int))
+#: Operators that choose or rearrange elements without computing or, as a rule, copying any.
+MOVEMENTS = (
+    SAME_ORDER
+    | PERMUTES
+    | {
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.expand.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        operator.getitem,
+    }
+)
 
 
 def shape_of(node: fx.Node) -> tuple:
@@ -100,9 +115,9 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
     while True:
         if current.op != "call_function" or not current.args:
             break
-        if current.target in _SAME_ORDER:
+        if current.target in SAME_ORDER:
             current = current.args[0]  # type: ignore[assignment]
-        elif current.target in _PERMUTES:
+        elif current.target in PERMUTES:
             # `current` holds a [rows, columns] matrix, or its transpose, in row-major order
             swap = _is_swap(current, columns if transposed else rows)
             if swap is None:
@@ -126,13 +141,13 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node under all views and permutes: what is read from memory."""
-    while node.op == "call_function" and (node.target in _SAME_ORDER or node.target in _PERMUTES):
+    while node.op == "call_function" and (node.target in SAME_ORDER or node.target in PERMUTES):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def flat_base(node: fx.Node) -> fx.Node:
     """The node under the views that keep the order of the elements."""
-    while node.op == "call_function" and node.target in _SAME_ORDER:
+    while node.op == "call_function" and node.target in SAME_ORDER:
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -14,9 +14,11 @@ Emitted, tensorwise::
 
 Every matmul gets nodes of its own here; the next pass, *share*, makes equal ones one.
 
-The arithmetic is torchao's to the bit: rowwise gemms without fast accumulation run with unit scales
-and are rescaled afterwards; rowwise results other than bfloat16 are computed in bfloat16 and cast;
-a bias is added to the rounded result.
+The arithmetic is torchao's to the bit: rowwise results other than bfloat16 are computed in bfloat16 and
+cast; a bias is added to the rounded result. One thing depends on the device (:data:`RowwiseScales`):
+torchao runs rowwise gemms without fast accumulation with unit scales and rescales their bfloat16 result,
+since one gemm library was slow at it; where the gemm is fast, it scales its accumulator, which is the same
+product rounded once instead of twice, and no kernel of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import fx
@@ -40,18 +43,23 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
+#: Where rowwise scales are applied. ``"in_gemm"``: by the gemm, to its accumulator; ``"torchao"``: the same
+#: with fast accumulation, without it to the rounded result; ``"after"``: the device's gemm takes no scale
+#: vectors, they are applied to a float32 result.
+RowwiseScales = Literal["in_gemm", "torchao", "after"]
+
+
 class Quantize:
     """Rewrites the chosen matmuls, in place.
 
     Args:
         recipe: how each operand is quantized.
-        rowwise_in_gemm: whether ``_scaled_mm`` on a device takes scale vectors; where it does not,
-            they are applied to a float32 result.
+        rowwise_scales: where a device applies scale vectors.
     """
 
-    def __init__(self, recipe: Recipe, rowwise_in_gemm: Callable[[torch.device], bool]) -> None:
+    def __init__(self, recipe: Recipe, rowwise_scales: Callable[[torch.device], RowwiseScales]) -> None:
         self.recipe = recipe
-        self.rowwise_in_gemm = rowwise_in_gemm
+        self.rowwise_scales = rowwise_scales
 
     def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> None:
         results: dict[fx.Node, fx.Node] = {}
@@ -60,7 +68,7 @@ class Quantize:
             gemm = conversion.gemm
             provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize")
             insert = Inserter(graph, gemm.node, provenance)
-            result = _GemmRewrite(conversion, self.recipe, self.rowwise_in_gemm, insert).run()
+            result = _GemmRewrite(conversion, self.recipe, self.rowwise_scales(gemm.device), insert).run()
             result.meta["f8fx"] = replace(provenance, is_result=True)
             gemm.node.replace_all_uses_with(result)
             results[gemm.node] = result
@@ -81,7 +89,7 @@ class _GemmRewrite:
         self,
         conversion: Convert,
         recipe: Recipe,
-        rowwise_in_gemm: Callable[[torch.device], bool],
+        rowwise_scales: RowwiseScales,
         insert: Inserter,
     ) -> None:
         self.conversion = conversion
@@ -89,7 +97,7 @@ class _GemmRewrite:
         self.spec = conversion.spec
         self.recipe = recipe
         self.insert = insert
-        self.scales_in_gemm = rowwise_in_gemm(self.gemm.device) or not self.spec.is_rowwise
+        self.rowwise_scales = rowwise_scales
 
     def run(self) -> fx.Node:
         gemm, conversion, insert = self.gemm, self.conversion, self.insert
@@ -141,11 +149,13 @@ class _GemmRewrite:
     def _scaled_mm(self, left: fx.Node, right: fx.Node, left_scale: fx.Node, right_scale: fx.Node) -> fx.Node:
         """The product in the dtype of the matmul it replaces, padding sliced off."""
         insert, spec, wanted = self.insert, self.spec, self.gemm.dtype
-        after = spec.scales_after_gemm or not self.scales_in_gemm
+        after = spec.is_rowwise and (
+            self.rowwise_scales == "after" or (self.rowwise_scales == "torchao" and not spec.use_fast_accum)
+        )
         computed = wanted
         if spec.is_rowwise and wanted != torch.bfloat16:
             computed = torch.bfloat16
-        if not self.scales_in_gemm and not spec.scales_after_gemm:
+        if after and not spec.scales_after_gemm:
             computed = torch.float32  # the device applies no scale vectors: one rounding, at the end
         if after:
             one = insert(

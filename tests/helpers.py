@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 import f8fx
 from f8fx import executor
-from f8fx.passes import Pipeline
 from f8fx.report import GraphReport, recording
 
 bf16 = torch.bfloat16
@@ -82,20 +81,14 @@ def joint_graphs(
 
 
 def graph_after(
-    fn: Callable[..., Any], *args: Any, dynamic: bool = False, rowwise_in_gemm: bool = True, **kwargs: Any
+    fn: Callable[..., Any], *args: Any, dynamic: bool = False, rowwise_scales: str = "torchao", **kwargs: Any
 ) -> str:
     """Text of the graph of `fn` after the whole pipeline, without what nothing reads."""
     from f8fx.passes import describe
 
     texts: list[str] = []
     options = f8fx.Options.parse({"select": "all", **kwargs})
-    pipeline = Pipeline(
-        options.recipe,
-        options.policy(),
-        options.target,
-        debug=True,
-        rowwise_in_gemm=lambda device: rowwise_in_gemm,
-    )
+    pipeline = options.pipeline(debug=True, rowwise_scales=lambda device: rowwise_scales)
 
     def transform(graph: fx.Graph) -> None:
         pipeline(graph)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8fx
-from f8fx.passes import Pipeline
 from tests.helpers import Block, bf16, compiled, joint_graphs, randn
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -45,7 +44,7 @@ def saved(
     budget: float = 1.0,
     save: str = "lean",
     model: type[nn.Module] | None = None,
-    rowwise_in_gemm: bool = True,
+    rowwise_scales: str = "torchao",
 ) -> dict[str, int]:
     """Tensors kept between forward and backward that are no inputs: name -> bytes."""
     result: dict[str, int] = {}
@@ -60,11 +59,8 @@ def saved(
 
     def transform(graph):
         if recipe is not None:
-            parsed = f8fx.Options.parse({"recipe": recipe, "select": "all"})
-            pipeline = Pipeline(
-                parsed.recipe, parsed.policy(), debug=True, rowwise_in_gemm=lambda device: rowwise_in_gemm
-            )
-            report = pipeline(graph)
+            parsed = f8fx.Options.parse({"recipe": recipe, "select": "all", "save": save})
+            report = parsed.pipeline(debug=True, rowwise_scales=lambda device: rowwise_scales)(graph)
             assert report.converted > 0
 
     torch.manual_seed(0)
@@ -96,10 +92,10 @@ class Reused(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rowwise_in_gemm", [True, False])
-def test_casts_shared_between_regions_are_not_saved(recipe, rowwise_in_gemm):
+@pytest.mark.parametrize("rowwise_scales", ["in_gemm", "torchao", "after"])
+def test_casts_shared_between_regions_are_not_saved(recipe, rowwise_scales):
     high = saved("full", None, model=Reused)
-    float8 = saved("full", recipe, model=Reused, rowwise_in_gemm=rowwise_in_gemm)
+    float8 = saved("full", recipe, model=Reused, rowwise_scales=rowwise_scales)
     assert sum(float8.values()) <= sum(high.values()), float8
 
 
@@ -125,7 +121,7 @@ def test_without_checkpointing_float8_saves_less_than_bf16(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_lean_saves_no_copy_of_what_the_backward_can_rebuild(recipe):
-    """Norm and SwiGLU outputs are rebuilt from what is saved anyway; "fast" keeps their copies."""
+    """Norm and SwiGLU outputs are rebuilt from what is saved anyway; "fast" keeps copies of the weights."""
     lean, fast = saved("none", recipe), saved("none", recipe, save="fast")
     assert sum(lean.values()) < sum(fast.values())
     assert not [name for name, size in lean.items() if "quantize" in name and size > 64 * 128]

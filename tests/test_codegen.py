@@ -91,21 +91,17 @@ class TestKernels(TestCase):
             listed(generated(NormLinear, (8192, 4096))),
             """\
 forward:
-    67.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_rsqrt
+   100.8 MB  triton_add_amax_convert_element_type_mean_mul_pow_rsqrt
        tiny  triton_amax_convert_element_type_mul_reciprocal_scale
-   100.7 MB  triton_convert_element_type_mul_quantize
-    33.6 MB  triton_amax
-       tiny  triton_amax_reciprocal_scale
-    50.3 MB  triton_quantize
+   151.0 MB  triton_convert_element_type_mul_quantize
    117.4 MB  extern_kernels._scaled_mm
 backward:
-    67.1 MB  triton_amax
+   218.2 MB  triton_amax_convert_element_type_mul_quantize
        tiny  triton_amax_reciprocal_scale
    134.2 MB  triton_quantize_both
-    50.3 MB  triton_quantize
-   117.4 MB  extern_kernels._scaled_mm
-   235.4 MB  triton_convert_element_type_div_mul_quantize_sub_sum
    100.7 MB  extern_kernels._scaled_mm
+   117.4 MB  extern_kernels._scaled_mm
+   201.9 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sum""",
         )
 
@@ -115,24 +111,17 @@ backward:
             listed(generated(NormLinear, (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   100.7 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
-    50.3 MB  triton_amax_quantize_reciprocal_scale
+   151.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
    117.5 MB  extern_kernels._scaled_mm
 backward:
-       tiny  triton_full
-    67.6 MB  triton_amax
-     0.5 MB  triton_amax_scale
-    34.1 MB  triton_amax
-     0.5 MB  triton_amax_scale
-    50.3 MB  triton_quantize
-   134.3 MB  triton_amax_quantize_both_scale
-   117.4 MB  extern_kernels._scaled_mm
-   135.4 MB  triton_amax_convert_element_type_mul_reciprocal_sum_unsqueeze
-     0.5 MB  triton_convert_element_type_mul_reciprocal_sum_unsqueeze
-     0.5 MB  triton_amax_convert_element_type_mul_scale
-   235.0 MB  triton_convert_element_type_div_mul_quantize_reciprocal_sub_sum_unsqueeze
-   100.7 MB  extern_kernels._scaled_mm
-    67.1 MB  triton_convert_element_type_mul_reciprocal_unsqueeze""",
+   101.7 MB  triton_amax
+     1.1 MB  triton_amax_reciprocal_scale
+   184.7 MB  triton_amax_quantize_quantize_both_reciprocal_scale
+   117.5 MB  extern_kernels._scaled_mm
+   202.4 MB  triton_amax_convert_element_type_div_mul_sub_sum
+     1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sum
+   100.7 MB  triton_convert_element_type_mul_quantize
+   100.7 MB  extern_kernels._scaled_mm""",
         )
 
     def test_swiglu_linear_tensorwise(self):
@@ -140,18 +129,14 @@ backward:
             listed(generated(SwiGlu, (8192, 4096), (8192, 4096))),
             """\
 forward:
-   134.2 MB  triton_add_amax_convert_element_type_div_exp_mul_neg
+   167.8 MB  triton_add_amax_convert_element_type_div_exp_mul_neg
        tiny  triton_add_amax_convert_element_type_div_exp_mul_neg_reciprocal_scale
-   167.8 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize
-    33.6 MB  triton_amax
-       tiny  triton_amax_reciprocal_scale
-    50.3 MB  triton_quantize
+   218.1 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize
    117.4 MB  extern_kernels._scaled_mm
 backward:
-    67.1 MB  triton_amax
+   117.5 MB  triton_amax_quantize
        tiny  triton_amax_reciprocal_scale
    134.2 MB  triton_quantize_both
-    50.3 MB  triton_quantize
    117.4 MB  extern_kernels._scaled_mm
    369.1 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize_sigmoid_sub
    100.7 MB  extern_kernels._scaled_mm""",

@@ -118,7 +118,7 @@ return [scaled_mm, convert_element_type_3, permute_4]""",
             randn(16, 32, grad=False),
             randn(48, 32, grad=False),
             recipe="rowwise",
-            rowwise_in_gemm=False,
+            rowwise_scales="after",
         )
         self.assertExpectedInline(
             text,

@@ -1,0 +1,31 @@
+"""Inductor options that rewritten graphs are compiled with, unless the user sets them.
+
+They come into force when the first of our operators is lowered, so a graph in which nothing was converted
+is compiled as by plain Inductor. Only on GPUs; options that the running torch does not have are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .torch_private import inductor_config
+
+#: Option -> value. Counted for a Llama-3-8B block, forward and backward, at 8192 tokens (``benchmarks.traffic``).
+TUNING: Mapping[str, Any] = {
+    # kernels of equal depth become one launch: the casts of all weights, their amaxes, all scales
+    "combo_kernels": True,
+    "combo_kernel_max_num_nodes": 16,
+    # a weight may be quantized before its turn to be in that launch, for at most so much memory
+    "combo_kernel_peak_memory_pct_threshold": None,
+    "combo_kernel_peak_memory_increase_gb": 0.25,
+    # RoPE's backward (about 40 operations) is computed for the amax and again for the cast; at Inductor's
+    # threshold (30) it is written out in bfloat16 in between, which is more traffic
+    "realize_opcount_threshold": 50,
+}
+
+
+def tuning(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options to set, given those the user has set."""
+    config = inductor_config()
+    return {key: value for key, value in TUNING.items() if key not in given and hasattr(config, key)}

@@ -1,0 +1,332 @@
+"""Pass 3, *merge*: matmuls that read one input become one (q, k and v; gate and up).
+
+Layers ``y_i = x @ w_i`` that share their input are three times as many gemms as they need to be. Side
+by side, with ``w = concat(w_1, w_2, ...)``:
+
+* ``output``: ``concat(y_i) = x @ w``, whose columns are read where they lie;
+* ``grad_input``: the gradients of the one input are added up, ``sum_i dy_i @ w_i.T = concat(dy_i) @ w.T``,
+  now inside the accumulator of one gemm instead of in rounded sums;
+* ``grad_weight``: ``concat(dw_i) = x.T @ concat(dy_i)``, whose rows are the gradients.
+
+Every weight and gradient is quantized anyway, so nothing is copied to stand side by side: the kernels
+that quantize the parts write into one buffer (``f8fx.concat`` is never in memory).
+
+What changes: a tensorwise operand has one scale for all parts instead of one for each; rowwise scales
+stay the same in the forward and for ``grad_weight``, while a row of ``concat(dy_i)`` has one scale for
+all parts. And ``grad_input`` is rounded once where it was rounded for each summand.
+
+A family is merged in all its roles or not at all, so that a weight has one scale in forward and
+backward. It must be the same computation, or it stays as it is:
+
+* the layers read the very same input, are converted in the same way, and need no padding;
+* all weights are known before the first of the matmuls;
+* the gradients of the input are only used in one sum, those of the weights after the last of them;
+* activation checkpointing treats them alike.
+
+A column slice that has to outlive the forward would keep the whole product alive, and one that leaves
+the graph would have strides no matmul gives: those are copied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from f8fx import ops
+from f8fx.cost import CostModel
+from f8fx.hardware import Hardware
+from f8fx.recipe import Role
+from f8fx.torch_private import size_hint
+
+from .choice import Convert
+from .fake import set_value
+from .family import Family, families, users_between
+from .find import backward_nodes
+from .gemm import Gemm
+from .operand import MOVEMENTS, SAME_ORDER, shape_of
+from .rewrite import Inserter, Provenance
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: The size of a role's gemm that its parts make up: n, k and m of [m, k] x [k, n].
+_AXIS: dict[Role, int] = {"output": 2, "grad_input": 1, "grad_weight": 0}
+
+
+class Merge:
+    """Merges families of matmuls, in place.
+
+    Args:
+        mode: ``"auto"``: where the cost model says that it pays; ``"never"``.
+        hardware_of: the hardware a matmul on a device is decided for.
+    """
+
+    def __init__(
+        self, mode: Literal["auto", "never"], hardware_of: Callable[[torch.device], Hardware]
+    ) -> None:
+        self.mode = mode
+        self.hardware_of = hardware_of
+
+    def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> list[Convert]:
+        """The conversions, with those of each merged family replaced by the merged ones."""
+        if self.mode == "never":
+            return list(conversions)
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        found = [family for family in families(conversions, order) if self._pays(family)]
+        if not found:
+            return list(conversions)
+        backward = backward_nodes(graph)
+        merged: dict[fx.Node, Convert] = {}
+        gone: dict[fx.Node, None] = {}
+        for family in found:
+            for new, old in _Rewrite(graph, family, order, backward).run():
+                merged[old[0].gemm.node] = new
+                gone.update(dict.fromkeys(conversion.gemm.node for conversion in old))
+        for node in gone:
+            _erase_unused(graph, node)
+        return [
+            merged.get(conversion.gemm.node, conversion)
+            for conversion in conversions
+            if conversion.gemm.node in merged or conversion.gemm.node not in gone
+        ]
+
+    def _pays(self, family: Family) -> bool:
+        """Whether the merged gemms are predicted to take less time than the separate ones."""
+        model = CostModel(self.hardware_of(family.members["output"][0].gemm.device))
+        if not model.can_pay:
+            return False
+        gain = 0.0
+        for role, members in family.members.items():
+            rowwise = members[0].spec.is_rowwise
+            parts = []
+            for conversion in members:
+                gemm = conversion.gemm
+                sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
+                if any(size is None for size in sizes):
+                    return False
+                parts.append([int(size or 0) for size in sizes])
+            whole = list(parts[0])
+            whole[_AXIS[role]] = sum(part[_AXIS[role]] for part in parts)
+            gain += sum(model.gemm_seconds(m, k, n, True, rowwise) for m, k, n in parts)
+            gain -= model.gemm_seconds(whole[0], whole[1], whole[2], True, rowwise)
+        return gain > 0
+
+
+class _Rewrite:
+    """The merged matmuls of one family, in high precision: `quantize` does the rest."""
+
+    def __init__(
+        self, graph: fx.Graph, family: Family, order: dict[fx.Node, int], backward: set[fx.Node]
+    ) -> None:
+        self.graph = graph
+        self.family = family
+        self.order = order
+        self.backward = backward
+
+    def run(self) -> list[tuple[Convert, tuple[Convert, ...]]]:
+        """The new conversions, each with those it replaces."""
+        members = self.family.members
+        output, weight = self._output(members["output"])
+        result = [(output, members["output"])]
+        layer = output.gemm.node
+        if self.family.grads:
+            grad = self._grad()
+            if "grad_input" in members:
+                result.append(
+                    (self._grad_input(members["grad_input"], layer, grad, weight), members["grad_input"])
+                )
+            if "grad_weight" in members:
+                result.append(
+                    (self._grad_weight(members["grad_weight"], layer, grad), members["grad_weight"])
+                )
+        return result
+
+    def _output(self, members: tuple[Convert, ...]) -> tuple[Convert, fx.Node]:
+        """``concat(y_i) = x @ concat(w_i)``, and the concatenated weights."""
+        first = members[0].gemm
+        insert = self._before(first)
+        transposed = first.right.transposed
+        weight = insert(ops.concat, [c.gemm.right.node for c in members], 0 if transposed else 1)
+        right = _as_operand(insert, weight, transposed, first.dtype)
+        left = first.node.args[1 if first.node.target is aten.addmm.default else 0]
+        product = insert(aten.mm.default, left, right)
+        copied = _copied_out(members, self.backward)
+        end = 0
+        for conversion in members:
+            node = conversion.gemm.node
+            start, end = end, end + int(conversion.gemm.n)
+            part = insert(aten.slice.Tensor, product, 1, start, end)
+            if node in copied:
+                part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
+            if node.target is aten.addmm.default:
+                part = self._before(conversion.gemm)(aten.add.Tensor, part, node.args[0])
+            _replace(node, part)
+        gemm = replace(
+            first,
+            node=product,
+            fqn=_names(members),
+            n=end,
+            right=replace(first.right, node=weight),
+            layer=product,
+        )
+        return replace(members[0], gemm=gemm), weight
+
+    def _grad(self) -> fx.Node:
+        """``concat(dy_i)``, before the first of the merged gradient matmuls."""
+        lasts = [
+            self._last(conversions) for role, conversions in self.family.members.items() if role != "output"
+        ]
+        insert = self._before(min(lasts, key=lambda gemm: self.order[gemm.node]))
+        parts = []
+        for grad in self.family.grads:
+            rank = len(shape_of(grad.node))
+            flat = grad.node if rank == 2 else insert(aten.squeeze.dims, grad.node, list(range(rank - 2)))
+            parts.append(flat)
+        return insert(ops.concat, parts, 1)
+
+    def _grad_input(
+        self, members: tuple[Convert, ...], layer: fx.Node, grad: fx.Node, weight: fx.Node
+    ) -> Convert:
+        """``sum_i dy_i @ w_i.T = concat(dy_i) @ concat(w_i).T``, in place of the sum."""
+        total = self.family.sum
+        assert total is not None
+        first = members[0].gemm
+        insert = self._before(self._last(members))
+        right = _as_operand(insert, weight, first.right.transposed, first.dtype)
+        product = insert(aten.mm.default, grad, right)
+        insert = Inserter(self.graph, total.root, insert.provenance)
+        value = product
+        if len(shape_of(total.summand)) != 2:
+            sizes = [insert.size(total.summand, dim) for dim in range(len(shape_of(total.summand)))]
+            value = insert(aten.view.default, product, sizes)
+        for other in total.others:
+            value = insert(aten.add.Tensor, value, other)
+        _replace(total.root, value)
+        gemm = replace(
+            first,
+            node=product,
+            fqn=_names(members),
+            k=sum(int(c.gemm.k) for c in members),
+            left=replace(first.left, node=grad),
+            right=replace(first.right, node=weight),
+            layer=layer,
+        )
+        return replace(members[0], gemm=gemm)
+
+    def _grad_weight(self, members: tuple[Convert, ...], layer: fx.Node, grad: fx.Node) -> Convert:
+        """``concat(dw_i) = concat(dy_i).T @ x``, after the last of the gradients."""
+        nodes = {conversion.gemm.node for conversion in members}
+        last = self._last(members)
+        waiting = users_between(nodes, self.order, self.order[last.node])
+        insert = self._before(last)
+        transposed = insert(aten.permute.default, grad, [1, 0])
+        product = insert(aten.mm.default, transposed, last.node.args[1])
+        end = 0
+        for conversion in members:
+            start, end = end, end + int(conversion.gemm.m)
+            _replace(conversion.gemm.node, insert(aten.slice.Tensor, product, 0, start, end))
+        for node in waiting:
+            last.node.prepend(node)
+        gemm = replace(
+            members[0].gemm,
+            node=product,
+            fqn=_names(members),
+            m=end,
+            left=replace(members[0].gemm.left, node=grad),
+            layer=layer,
+        )
+        return replace(members[0], gemm=gemm)
+
+    def _last(self, members: Sequence[Convert]) -> Gemm:
+        return max((conversion.gemm for conversion in members), key=lambda gemm: self.order[gemm.node])
+
+    def _before(self, gemm: Gemm) -> Inserter:
+        return Inserter(self.graph, gemm.node, Provenance(gemm.node.name, gemm.fqn, gemm.role, "merge"))
+
+
+def _as_operand(insert: Inserter, node: fx.Node, transposed: bool, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype != dtype:
+        node = insert(prims.convert_element_type.default, node, dtype)
+    return insert(aten.permute.default, node, [1, 0]) if transposed else node
+
+
+def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.Node]:
+    """The matmuls whose slice must not be a view of the product; see the module's docstring."""
+    saved, returned = set(), set()
+    for conversion in members:
+        node = conversion.gemm.node
+        readers = _readers(node)
+        if any(reader.op == "output" for reader in readers):
+            returned.add(node)
+        if not readers.isdisjoint(backward):
+            saved.add(node)
+    return returned | (saved if len(saved) < len(members) else set())
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """What reads a value, through movement operators."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= _readers(user) if user.target in MOVEMENTS else {user}
+    return found
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    """Makes all users of a node read another, whose strides may differ."""
+    changed = _layout(old) != _layout(new)
+    old.replace_all_uses_with(new)
+    if changed:
+        _refresh(new)
+
+
+def _refresh(node: fx.Node) -> None:
+    """Computes the fake values anew that depend on a node's strides, as far as they make a difference.
+
+    A user that these strides do not suit, or of whose need of them nothing is known, reads a copy.
+    """
+    for user in list(node.users):
+        if user.op != "call_function" or "val" not in user.meta:
+            continue
+        before, value = _layout(user), user.meta["val"]
+        try:
+            if not isinstance(user.target, torch._ops.OpOverload):
+                raise ValueError(f"{user.target} is no operator")
+            set_value(user)
+        except (RuntimeError, ValueError):
+            user.meta["val"] = value
+            _read_copy(user, node)
+        else:
+            if _layout(user) != before:
+                _refresh(user)
+
+
+def _read_copy(user: fx.Node, node: fx.Node) -> None:
+    graph = node.graph
+    with graph.inserting_before(user):
+        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(node.meta)
+    set_value(copy)
+    user.replace_input_with(node, copy)
+
+
+def _layout(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype
+    return None if value is None else type(value)
+
+
+def _names(members: Sequence[Convert]) -> str:
+    return " + ".join(dict.fromkeys(conversion.gemm.fqn for conversion in members))
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Takes a replaced matmul out, with the views and sums that read it and are read by nothing now."""
+    for user in list(node.users):
+        assert user.target in SAME_ORDER or user.target is aten.add.Tensor, f"{node} is still read by {user}"
+        _erase_unused(graph, user)
+    graph.erase_node(node)

@@ -1,0 +1,111 @@
+"""*materialize*: which sums are written once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+
+from tests.helpers import compiled, graph_after, randn
+
+
+def residual(x, w):
+    h = x + F.linear(x, w)
+    return h + F.rms_norm(h, (32,))
+
+
+def args(grad=False):
+    return randn(16, 32, grad=grad), randn(32, 32, grad=grad, seed=1)
+
+
+def marked(fn, *inputs, **options):
+    return graph_after(fn, *inputs, **options).count("= f8fx.materialize(")
+
+
+class TestGraph(TestCase):
+    def test_a_residual_sum_with_several_readers(self):
+        self.assertExpectedInline(
+            graph_after(residual, *args()),
+            """\
+arg0_1: bf16[16,32]
+arg1_1: bf16[32,32]
+amax: f32[] = f8fx.amax(arg0_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(arg0_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(arg1_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[32,32] = f8fx.quantize(arg1_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[32,32] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[16,32] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+add: bf16[16,32] = add(arg0_1, scaled_mm)
+materialize: bf16[16,32] = f8fx.materialize(add)
+convert_element_type: f32[16,32] = prims.convert_element_type(materialize, f32)
+pow: f32[16,32] = pow(convert_element_type, 2)
+mean: f32[16,1] = mean(pow, [1], True)
+add_1: f32[16,1] = add(mean, 1.1920928955078125e-07)
+rsqrt: f32[16,1] = rsqrt(add_1)
+mul: f32[16,32] = mul(convert_element_type, rsqrt)
+convert_element_type_1: bf16[16,32] = prims.convert_element_type(mul, bf16)
+add_2: bf16[16,32] = add(materialize, convert_element_type_1)
+return [add_2]""",
+        )
+
+
+def test_the_backward_reads_it_too():
+    assert marked(residual, *args(grad=True)) == 1
+
+
+def test_a_bias_is_part_of_the_matmul():
+    def f(x, w, b):
+        h = x + F.linear(x, w, b)
+        return h.sin() + h.cos()
+
+    assert marked(f, *args(), randn(32, grad=False)) == 1
+
+
+# -- what stays
+
+
+def test_one_reader():
+    assert marked(lambda x, w: (x + F.linear(x, w)).sin(), *args()) == 0
+
+
+def test_a_matmul_whose_result_is_used_elsewhere():
+    """It may be saved for that other use; saving the sum as well would be more."""
+
+    def f(x, w):
+        y = F.linear(x, w)
+        h = x + y
+        return h.sin() + h.cos() + y.exp()
+
+    assert marked(f, *args()) == 0
+
+
+def test_no_matmul():
+    def f(x, w):
+        h = x + x.sin()
+        return F.linear(h.cos() * h.exp(), w)
+
+    assert marked(f, *args()) == 0
+
+
+def test_broadcasting():
+    def f(x, w, b):
+        h = F.linear(x, w) + b
+        return h.sin() + h.cos()
+
+    assert marked(f, *args(), randn(32, grad=False)) == 0
+
+
+def test_nothing_converted_nothing_marked():
+    assert marked(residual, *args(), only_fqns=["nothing"]) == 0
+
+
+def test_results_are_the_same():
+    x, w = args()
+    with torch.no_grad():
+        plain = compiled(residual)(x, w)
+        again = compiled(lambda x, w: residual(x, w), save="fast")(x, w)
+    assert torch.equal(plain, again)

@@ -1,0 +1,404 @@
+"""*merge*: which matmuls become one, and which stay as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import f8fx
+from f8fx import ops
+from f8fx.demo.model import Decoder, DecoderConfig
+from tests.helpers import bf16, compiled, graph_after, joint_graphs, randn, sqnr
+
+#: The cost model is asked about a GPU; sizes are large enough for it to see a gain.
+H100 = {"target": "h100"}
+M, K = 64, 128
+
+
+def weights(*rows, grad=True):
+    return [randn(n, K, seed=seed + 1, grad=grad) for seed, n in enumerate(rows)]
+
+
+def gate_up(x, gate, up):
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def gemms(fn, *args, **options):
+    """How many float8 gemms the graph has."""
+    return graph_after(fn, *args, **H100, **options).count("= _scaled_mm(")
+
+
+class TestMerged(TestCase):
+    def test_inference(self):
+        text = graph_after(gate_up, randn(M, K, grad=False), *weights(64, 64, grad=False), **H100)
+        self.assertExpectedInline(
+            text,
+            """\
+arg0_1: bf16[64,128]
+arg1_1: bf16[64,128]
+arg2_1: bf16[64,128]
+concat: bf16[128,128] = f8fx.concat([arg1_1, arg2_1], 0)
+amax: f32[] = f8fx.amax(arg0_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[64,128] = f8fx.quantize(arg0_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(concat, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[128,128] = f8fx.quantize(concat, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[128,128] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[64,128] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+slice: bf16[64,64] = slice(scaled_mm, 1, 0, 64)
+slice_1: bf16[64,64] = slice(scaled_mm, 1, 64, 128)
+convert_element_type: f32[64,64] = prims.convert_element_type(slice, f32)
+neg: f32[64,64] = neg(convert_element_type)
+exp: f32[64,64] = exp(neg)
+add: f32[64,64] = add(exp, 1)
+div: f32[64,64] = div(convert_element_type, add)
+convert_element_type_1: bf16[64,64] = prims.convert_element_type(div, bf16)
+mul: bf16[64,64] = mul(convert_element_type_1, slice_1)
+return [mul]""",
+        )
+
+    def test_training(self):
+        def f(x, w1, w2):
+            return F.linear(x, w1).sin() + F.linear(x, w2)[:, :64].cos()
+
+        self.assertExpectedInline(
+            graph_after(f, randn(M, K), *weights(64, 96), **H100),
+            """\
+primals_1: bf16[64,128]
+primals_2: bf16[64,128]
+primals_3: bf16[96,128]
+tangents_1: bf16[64,64]
+concat: bf16[160,128] = f8fx.concat([primals_2, primals_3], 0)
+amax: f32[] = f8fx.amax(primals_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[64,128] = f8fx.quantize(primals_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(concat, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[160,128] = f8fx.quantize(concat, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[128,160] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[64,160] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+slice: bf16[64,64] = slice(scaled_mm, 1, 0, 64)
+slice_1: bf16[64,96] = slice(scaled_mm, 1, 64, 160)
+sin: bf16[64,64] = sin(slice)
+slice_2: bf16[64,64] = slice(slice_1, 1, 0, 64)
+cos: bf16[64,64] = cos(slice_2)
+add: bf16[64,64] = add(sin, cos)
+sin_1: bf16[64,64] = sin(slice_2)
+neg: bf16[64,64] = neg(sin_1)
+mul: bf16[64,64] = mul(tangents_1, neg)
+full: bf16[64,96] = full([64, 96], 0, dtype=bf16, layout=torch.strided, device=cpu, pin_memory=False)
+slice_scatter: bf16[64,96] = slice_scatter(full, mul, 1, 0, 64)
+cos_1: bf16[64,64] = cos(slice)
+mul_1: bf16[64,64] = mul(tangents_1, cos_1)
+concat_1: bf16[64,160] = f8fx.concat([mul_1, slice_scatter], 1)
+amax_2: f32[] = f8fx.amax(concat_1, None)
+scale_2: f32[] = f8fx.scale(amax_2, dtype=e5m2, power_of_2=False)
+quantize_both: (e5m2[64,160], e5m2[160,64]) = f8fx.quantize_both(concat_1, scale_2, scale_2, dtype=e5m2, align=[1, 1], align_t=[1, 1])
+getitem: e5m2[64,160] = getitem(quantize_both, 0)
+getitem_1: e5m2[160,64] = getitem(quantize_both, 1)
+reciprocal_2: f32[] = reciprocal(scale_2)
+quantize_2: e4m3[128,64] = f8fx.quantize(primals_1, scale, dtype=e4m3, transpose=True, align=[1, 1])
+permute_1: e4m3[64,128] = permute(quantize_2, [1, 0])
+scaled_mm_1: bf16[160,128] = _scaled_mm(getitem_1, permute_1, reciprocal_2, reciprocal, None, None, bf16, False)
+slice_3: bf16[64,128] = slice(scaled_mm_1, 0, 0, 64)
+slice_4: bf16[96,128] = slice(scaled_mm_1, 0, 64, 160)
+permute_2: bf16[128,96] = permute(slice_4, [1, 0])
+permute_3: bf16[96,128] = permute(permute_2, [1, 0])
+permute_4: bf16[128,64] = permute(slice_3, [1, 0])
+quantize_3: e4m3[128,160] = f8fx.quantize(concat, scale_1, dtype=e4m3, transpose=True, align=[1, 1])
+permute_5: e4m3[160,128] = permute(quantize_3, [1, 0])
+scaled_mm_2: bf16[64,128] = _scaled_mm(getitem, permute_5, reciprocal_2, reciprocal_1, None, None, bf16, False)
+permute_6: bf16[64,128] = permute(permute_4, [1, 0])
+return [add, scaled_mm_2, permute_6, permute_3]""",
+        )
+
+    def test_bias(self):
+        def f(x, w1, w2, b1, b2):
+            return F.linear(x, w1, b1) * F.linear(x, w2, b2)
+
+        args = (
+            randn(M, K, grad=False),
+            *weights(64, 64, grad=False),
+            randn(64, grad=False),
+            randn(64, grad=False),
+        )
+        self.assertExpectedInline(
+            graph_after(f, *args, **H100),
+            """\
+arg0_1: bf16[64,128]
+arg1_1: bf16[64,128]
+arg2_1: bf16[64]
+arg3_1: bf16[64,128]
+arg4_1: bf16[64]
+concat: bf16[128,128] = f8fx.concat([arg1_1, arg3_1], 0)
+amax: f32[] = f8fx.amax(arg0_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[64,128] = f8fx.quantize(arg0_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(concat, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[128,128] = f8fx.quantize(concat, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[128,128] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[64,128] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+slice: bf16[64,64] = slice(scaled_mm, 1, 0, 64)
+add: bf16[64,64] = add(slice, arg2_1)
+slice_1: bf16[64,64] = slice(scaled_mm, 1, 64, 128)
+add_1: bf16[64,64] = add(slice_1, arg4_1)
+mul: bf16[64,64] = mul(add, add_1)
+return [mul]""",
+        )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_block_has_twelve_gemms_instead_of_twenty_one(recipe):
+    model = Decoder(DecoderConfig(dim=128, layers=1, heads=4, kv_heads=2, ffn_dim=256)).to(bf16)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    head = ["output"]
+    assert gemms(model, tokens, recipe=recipe, filter_fqns=head) == 12
+    assert gemms(model, tokens, recipe=recipe, filter_fqns=head, merge="never") == 21
+
+
+# -- what stays
+
+
+def test_never():
+    assert gemms(gate_up, randn(M, K), *weights(64, 64), merge="never") == 6
+
+
+def test_no_float8_gemms_to_be_faster():
+    """The CPU emulates: nothing is gained there, and results stay comparable to the bit."""
+    text = graph_after(gate_up, randn(M, K), *weights(64, 64))
+    assert text.count("= _scaled_mm(") == 6
+
+
+def unmerged(fn, *args, **options):
+    assert gemms(fn, *args, **options) == gemms(fn, *args, merge="never", **options) > 0
+
+
+def test_two_inputs():
+    unmerged(
+        lambda x, y, a, b: F.linear(x, a) * F.linear(y, b), randn(M, K), randn(M, K, seed=7), *weights(64, 64)
+    )
+
+
+def test_one_weight_used_twice():
+    def f(x, w):
+        return F.linear(x, w) * F.linear(x, w)
+
+    unmerged(f, randn(M, K), *weights(64))
+
+
+def test_a_weight_that_is_computed_from_the_other_result():
+    def f(x, w):
+        y = F.linear(x, w)
+        return F.linear(x, y.t() @ x)
+
+    unmerged(f, randn(M, K, grad=False), *weights(64, grad=False))
+
+
+def test_sizes_that_need_padding():
+    unmerged(gate_up, randn(M, K), *weights(56, 56))
+
+
+def test_one_of_two_filtered():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (nn.Linear(K, 64, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            return F.silu(self.gate(x)) * self.up(x)
+
+    unmerged(Net().to(bf16), randn(M, K), filter_fqns=["up"])
+
+
+def test_outputs_that_were_added():
+    """Both layers have the same output gradient: one tensor has nothing to stand beside."""
+    unmerged(lambda x, a, b: F.linear(x, a) + F.linear(x, b), randn(M, K), *weights(64, 64))
+
+
+def test_an_input_gradient_that_is_used_by_itself():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    unmerged(
+        lambda x, a, b: F.linear(Scaled.apply(x), a).sin() * F.linear(Scaled.apply(x), b),
+        randn(M, K),
+        *weights(64, 64),
+    )
+
+
+def test_a_weight_that_is_float8_already():
+    def f(x, data, scale, w):
+        return F.silu(F.linear(x, ops.dequantize(data, scale, dtype=bf16))) * F.linear(x, w)
+
+    args = (
+        randn(M, K, grad=False),
+        randn(64, K, grad=False).to(torch.float8_e4m3fn),
+        torch.ones(()),
+        randn(64, K, grad=False),
+    )
+    unmerged(f, *args)
+
+
+def test_two_checkpointed_regions():
+    def f(x, a, b):
+        one = checkpoint(lambda x, w: F.linear(x, w).sin(), x, a, use_reentrant=False)
+        return one * checkpoint(lambda x, w: F.linear(x, w).sin(), x, b, use_reentrant=False)
+
+    unmerged(f, randn(M, K), *weights(64, 64))
+
+
+# -- numerics
+
+
+def trained(model, x, **options):
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    y = compiled(model, **H100, **options)(x)
+    y.backward(randn(*y.shape, grad=False, seed=3))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with biases, of very different magnitudes."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(K, 128), nn.Linear(K, 64), nn.Linear(K, 64)
+        with torch.no_grad():
+            self.k.weight *= 8
+            self.v.weight /= 8
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 32)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(-2)
+
+
+def reference(model, x):
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    y = model(x)
+    y.backward(randn(*y.shape, grad=False, seed=3))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_precision_is_that_of_separate_gemms(recipe):
+    """Not below 0.3 dB of it, though parts of very different size share a tensorwise scale."""
+    torch.manual_seed(0)
+    model, x = Attention().to(bf16), randn(4, 64, K)
+    want = [t.clone() for t in reference(model, x)]
+    merged = [t.clone() for t in trained(model, x, recipe=recipe)]
+    separate = [t.clone() for t in trained(model, x, recipe=recipe, merge="never")]
+    for w, a, b in zip(want, merged, separate, strict=True):
+        assert sqnr(w, a) > sqnr(w, b) - 0.3
+
+
+def test_rowwise_is_the_same_forward():
+    torch.manual_seed(0)
+    model, x = Attention().to(bf16).requires_grad_(False), randn(4, 64, K, grad=False)
+    with torch.no_grad():
+        merged, separate = (compiled(model, recipe="rowwise", merge=m, **H100)(x) for m in ("auto", "never"))
+    assert torch.equal(merged, separate)
+
+
+def test_rowwise_weight_gradients_are_the_same():
+    def f(x, a, b):
+        return F.silu(F.linear(x, a)) * F.linear(x, b)
+
+    grads = []
+    for merge in ("auto", "never"):
+        args = (randn(M, K), *weights(64, 64))
+        compiled(f, recipe="rowwise", merge=merge, **H100)(*args).sum().backward()
+        grads.append([w.grad for w in args[1:]])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+# -- memory
+
+
+def saved(fn, *args, **options):
+    """Bytes kept for the backward, each storage counted once."""
+    sizes = []
+    parsed = f8fx.Options.parse({"select": "all", **H100, **options})
+
+    def on_partition(forward, backward):
+        inputs = {
+            n.meta["val"].untyped_storage()._cdata
+            for n in forward.graph.find_nodes(op="placeholder")
+            if isinstance(n.meta["val"], torch.Tensor)
+        }
+        (output,) = forward.graph.find_nodes(op="output")
+        kept = {}
+        for node in output.args[0]:
+            value = getattr(node, "meta", {}).get("val")
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in inputs:
+                kept[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        sizes.append(sum(kept.values()))
+
+    joint_graphs(fn, *args, transform=parsed.pipeline(debug=True), on_partition=on_partition)
+    return sizes[0]
+
+
+class Normed(Attention):
+    """q and k are normalized, so the matmuls' own results are needed again in the backward."""
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 32)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = F.rms_norm(q, (32,)), F.rms_norm(k, (32,))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(-2)
+
+
+class Rotated(Attention):
+    """Of q and k only what was made of them is needed again; of v its own slice of the product."""
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 32)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return (
+            F.scaled_dot_product_attention(
+                q.float().sin().to(bf16), k.float().sin().to(bf16), v, enable_gqa=True
+            )
+            .transpose(1, 2)
+            .flatten(-2)
+        )
+
+
+@pytest.mark.parametrize("model", [Attention, Normed, Rotated])
+def test_no_more_is_saved_than_of_separate_gemms(model):
+    net, x = model().to(bf16), randn(4, 64, K)
+    scales = 64  # a scale more or less
+    assert saved(net, x) <= saved(net, x, merge="never") + scales
+
+
+def test_results_that_leave_the_graph_have_their_own_memory():
+    def f(x, a, b):
+        return F.linear(x, a), F.linear(x, b)
+
+    one, other = compiled(f, **H100)(randn(M, K, grad=False), *weights(64, 64, grad=False))
+    assert one.is_contiguous() and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def test_dynamic_sizes():
+    step = compiled(gate_up, dynamic=True, **H100)
+    for rows in (64, 96, 7):
+        x, (a, b) = randn(rows, K, grad=False), weights(64, 64, grad=False)
+        with torch.no_grad():
+            assert sqnr(gate_up(x, a, b), step(x, a, b)) > 20
