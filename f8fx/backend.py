@@ -160,7 +160,9 @@ def _graph_pass(
         def watch(name: str, text: str) -> None:
             log.debug("after %s:\n%s", name, text)
 
-    pipeline = Pipeline(options.recipe, options.policy(), options.target, options.debug, watch)
+    pipeline = Pipeline(
+        options.recipe, options.policy(), options.target, options.debug, watch, wire=options.wire
+    )
     previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
     if previous is None:
         previous = ()

@@ -27,7 +27,7 @@ from torch import fx
 
 from .options import Options
 from .report import GraphReport, log
-from .torch_private import inductor_cache_dir, size_hint
+from .torch_private import group_backends, inductor_cache_dir, size_hint
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class CacheKey:
         parts: list[Any] = [source_hash(), options.decision_key()]
         if options.filter_fqns or options.only_fqns or options.filter_fn:
             parts.append(_module_names(gm))
+        if options.wire == "auto":
+            parts.append(group_backends())
         if options.select == "auto":
             parts.append(_dynamic_sizes(example_inputs))
         graph = _digest([gm.code, [_metadata(x) for x in example_inputs], _ambient()])

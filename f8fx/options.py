@@ -14,6 +14,7 @@ from typing import Any, Literal
 from . import hardware
 from .hardware import Hardware
 from .partition import Save
+from .passes.collectives import Wire
 from .passes.select import FilterFn, Policy
 from .recipe import PRESETS, Recipe
 from .torch_private import inductor_config, inductor_mode_options, inductor_modes
@@ -44,6 +45,8 @@ class Options:
             that pays); ``"never"`` leaves such matmuls alone.
         save: ``"lean"`` lets the backward redo casts of what is saved anyway, so that no more bytes are
             saved than in high precision; ``"fast"`` saves what the forward has cast.
+        wire: dtype in which float8 tensors are gathered: ``"float8"`` (NCCL), ``"uint8"``, a view of them, for
+            backends that reject float8 (gloo), ``"auto"``, by backend. ``"off"``: gathers stay in high precision.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
@@ -60,6 +63,7 @@ class Options:
     filter_fn: FilterFn | None = None
     pad: Literal["auto", "never"] = "auto"
     save: Save = "lean"
+    wire: Wire = "auto"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
     target: Hardware | None = None
@@ -106,7 +110,16 @@ class Options:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
         chosen = self.target
         target = chosen and tuple((f.name, str(getattr(chosen, f.name))) for f in fields(chosen))
-        return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, self.save, target)
+        return (
+            self.recipe,
+            self.select,
+            self.filter_fqns,
+            self.only_fqns,
+            self.pad,
+            self.save,
+            self.wire,
+            target,
+        )
 
 
 def _unknown(what: str, value: object, known: Iterable[str]) -> str:
@@ -194,6 +207,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "filter_fn": _filter_fn,
     "pad": _choice("pad", "auto", "never"),
     "save": _choice("save", "lean", "fast"),
+    "wire": _choice("wire", "auto", "float8", "uint8", "off"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),
     "target": _target,

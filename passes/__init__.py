@@ -7,6 +7,7 @@
    2     select      convert or skip, with the reason                            (only looks)
    4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
    5     share       one amax, scale and cast for each tensor and granularity
+   6     collectives casts move above all-gathers, so that float8 travels
    7     tags        what activation checkpointing may recompute
 ======  ==========  ==============================================================================
 
@@ -31,6 +32,7 @@ from f8fx.torch_private import supports_rowwise_scaled_mm
 
 from .check import check, signature
 from .choice import Convert, decision
+from .collectives import Collectives, Wire
 from .describe import describe
 from .find import Find, backward_nodes
 from .quantize import Quantize
@@ -39,6 +41,7 @@ from .share import Share
 from .tags import Tags
 
 __all__ = [
+    "Collectives",
     "FilterError",
     "Find",
     "Pipeline",
@@ -62,6 +65,7 @@ class Pipeline:
         debug: check the graph after every pass.
         watch: called with the name of each pass and the graph's text after it.
         predict: put the cost model's figures on every decision, also where they decide nothing.
+        wire: dtype in which float8 is gathered; see :class:`Collectives`.
         rowwise_in_gemm: whether ``_scaled_mm`` takes scale vectors on a device; default: what this
             torch can do there.
     """
@@ -75,6 +79,7 @@ class Pipeline:
         watch: Callable[[str, str], None] | None = None,
         predict: bool = False,
         rowwise_in_gemm: Callable[[torch.device], bool] | None = None,
+        wire: Wire = "auto",
     ) -> None:
         self.recipe = recipe
         self.debug = debug
@@ -83,6 +88,7 @@ class Pipeline:
         self.select = Select(recipe, policy, hardware, predict)
         self.quantize = Quantize(recipe, rowwise_in_gemm or _rowwise_in_gemm)
         self.share = Share()
+        self.collectives = Collectives(wire)
         self.tags = Tags()
 
     def __call__(self, graph: fx.Graph) -> GraphReport:
@@ -109,6 +115,7 @@ class Pipeline:
         if conversions:
             run("quantize", self.quantize, graph, conversions)
             run("share", self.share, graph)
+            report.gathers = run("collectives", self.collectives, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]
         report.target = _target_name(self.select, found)

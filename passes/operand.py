@@ -20,7 +20,7 @@ from torch import fx
 aten = torch.ops.aten
 
 #: Operators that keep the order of the elements, whatever shape they give.
-_SAME_ORDER = frozenset(
+SAME_ORDER = frozenset(
     (
         aten.view.default,
         aten._unsafe_view.default,
@@ -33,7 +33,8 @@ _SAME_ORDER = frozenset(
         aten.detach.default,
     )
 )
-_PERMUTES = frozenset((aten.permute.default, aten.t.default, aten.transpose.int))
+#: Operators that reorder dimensions.
+PERMUTES = frozenset((aten.permute.default, aten.t.default, aten.transpose.int))
 
 
 def shape_of(node: fx.Node) -> tuple:
@@ -48,7 +49,8 @@ def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return str(a) == str(b)
 
 
-def _permutation(node: fx.Node) -> list[int]:
+def permutation(node: fx.Node) -> list[int]:
+    """For each dimension of a permute's result, the dimension of its input."""
     rank = len(shape_of(node))
     if node.target is aten.t.default:
         return list(range(rank))[::-1]
@@ -73,7 +75,7 @@ def _is_swap(node: fx.Node, rows: int | torch.SymInt) -> bool | None:
     The *output* is seen as ``[rows, columns]`` with ``rows`` given.
     """
     source = shape_of(node.args[0])  # type: ignore[arg-type]
-    order = [d for d in _permutation(node) if not is_same(source[d], 1)]
+    order = [d for d in permutation(node) if not is_same(source[d], 1)]
     if order == sorted(order):
         return False
     for split in range(1, len(order)):
@@ -100,9 +102,9 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
     while True:
         if current.op != "call_function" or not current.args:
             break
-        if current.target in _SAME_ORDER:
+        if current.target in SAME_ORDER:
             current = current.args[0]  # type: ignore[assignment]
-        elif current.target in _PERMUTES:
+        elif current.target in PERMUTES:
             # `current` holds a [rows, columns] matrix, or its transpose, in row-major order
             swap = _is_swap(current, columns if transposed else rows)
             if swap is None:
@@ -126,13 +128,13 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node under all views and permutes: what is read from memory."""
-    while node.op == "call_function" and (node.target in _SAME_ORDER or node.target in _PERMUTES):
+    while node.op == "call_function" and (node.target in SAME_ORDER or node.target in PERMUTES):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def flat_base(node: fx.Node) -> fx.Node:
     """The node under the views that keep the order of the elements."""
-    while node.op == "call_function" and node.target in _SAME_ORDER:
+    while node.op == "call_function" and node.target in SAME_ORDER:
         node = node.args[0]  # type: ignore[assignment]
     return node
