@@ -87,6 +87,21 @@ class GatherDecision:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What a graph sends over one process group, as far as passes decide it.
+
+    Attributes:
+        ranks: the group's ranks.
+        gathers: the graph's all-gathers before the passes, in order.
+        sends: all-gathers, and reductions of amaxes, after them.
+    """
+
+    ranks: tuple[int, ...]
+    gathers: tuple[str, ...]
+    sends: tuple[str, ...]
+
+
 @dataclass
 class GraphReport:
     """What f8fx did to one graph.
@@ -97,6 +112,7 @@ class GraphReport:
         training: whether the graph holds a backward.
         decisions: one for each matmul, in graph order.
         gathers: one for each all-gather of a graph in which a matmul was converted, in graph order.
+        traffic: what ranks must agree on, one for each process group.
         pass_seconds: time of each pass, by name.
         cached: the compiled code came from a cache; the decisions are those made when it was built.
         fallback: why the graph runs without float8 after an internal failure, else "".
@@ -107,6 +123,7 @@ class GraphReport:
     training: bool = False
     decisions: list[Decision] = field(default_factory=list)
     gathers: list[GatherDecision] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     fallback: str = ""
@@ -144,6 +161,7 @@ class GraphReport:
             any(report.training for report in reports),
             [decision for report in reports for decision in report.decisions],
             [gather for report in reports for gather in report.gathers],
+            [traffic for report in reports for traffic in report.traffic],
         )
         for report in reports:
             for name, seconds in report.pass_seconds.items():
@@ -176,7 +194,8 @@ class GraphReport:
         """The inverse of :meth:`to_dict`."""
         gathers = [GatherDecision(**{**g, "shape": tuple(g["shape"])}) for g in data.get("gathers", ())]
         decisions = [Decision(**d) for d in data["decisions"]]
-        return GraphReport(**{**data, "decisions": decisions, "gathers": gathers})
+        traffic = [Traffic(**{k: tuple(v) for k, v in t.items()}) for t in data.get("traffic", ())]
+        return GraphReport(**{**data, "decisions": decisions, "gathers": gathers, "traffic": traffic})
 
 
 _RECORDERS: list[list[GraphReport]] = []

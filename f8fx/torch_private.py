@@ -119,6 +119,33 @@ def group_rank(group: Any) -> int | None:
     return None if found is None else found.rank()
 
 
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of the group that a collective names; none where there is no such group, or only on paper."""
+    found = process_group(group)
+    if found is None:
+        return ()
+    from torch.distributed import get_backend, get_process_group_ranks
+
+    return () if get_backend(found) == "fake" else tuple(get_process_group_ranks(found))
+
+
+def process_store() -> tuple[Any, int] | None:
+    """The store that processes found each other through, and this one's rank (``_get_default_store``)."""
+    from torch.distributed import distributed_c10d, get_rank, is_available, is_initialized
+
+    if not is_available() or not is_initialized():
+        return None
+    return distributed_c10d._get_default_store(), get_rank()
+
+
+def process_store_read(store: Any, keys: Sequence[str]) -> list[str]:
+    """What a store holds under the keys now, without waiting; "" under those not set."""
+    if store.check(list(keys)):  # all of them
+        values = store.multi_get(list(keys)) if store.has_extended_api() else [store.get(k) for k in keys]
+        return [value.decode() for value in values]
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+
+
 def group_backend(group: Any, device: torch.device) -> str | None:
     """Name of the backend that carries a group's tensors on a device (``distributed_c10d.BackendConfig``)."""
     found = process_group(group)

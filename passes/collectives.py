@@ -103,7 +103,7 @@ class Collectives:
             if self.wire == "off":
                 decision = Stay(gathered, 'wire="off"')
             else:
-                decision = decide(gathered, group_rank)
+                decision = decide(gathered, group_rank, backward)
             decisions.append(_report(decision, gathered, gathered.nodes[0] in backward))
             if isinstance(decision, Move):
                 reductions += _Rewrite(graph, decision, self._sends_bytes(gathered)).run()

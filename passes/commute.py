@@ -6,18 +6,19 @@ Only looks; :mod:`passes.collectives` says why these are the rules and acts on t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 from f8fx.torch_private import size_hint
 
-from .gather import CASTS, Gathered, Reader, Step, is_padding, shard_axes
+from .gather import CASTS, FLOATS, Gathered, Reader, Step, is_padding, shard_axes
 from .operand import shape_of
 
 aten = torch.ops.aten
@@ -32,6 +33,7 @@ _REDUCTION = frozenset(
         c10d.wait_tensor.default,
     )
 )
+_DROP = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 #: An all-reduce sends each byte twice: once to be reduced, once as a result.
 _ALL_REDUCE_COST = 2
 
@@ -109,17 +111,25 @@ class _Refused(Exception):
     """The reason, and the same with names or numbers."""
 
 
-def decide(gathered: Gathered, rank_in: RankIn) -> Move | Stay:
-    """Whether float8 can travel instead, exactly and with fewer bytes."""
+def decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move | Stay:
+    """Whether float8 can travel instead, exactly and with fewer bytes.
+
+    Args:
+        rank_in: gives this process's rank in a group.
+        backward: the nodes that depend on gradients.
+    """
     try:
-        return _decide(gathered, rank_in)
+        return _decide(gathered, rank_in, backward)
     except _Refused as refused:
         return Stay(gathered, *refused.args)
 
 
-def _decide(gathered: Gathered, rank_in: RankIn) -> Move:
+def _decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move:
     quantized = [reader for reader in gathered.readers if reader.node.target is not ops.amax]
     others = ", ".join(sorted({_name(node) for node in gathered.others}))
+    if gathered.shard.meta["val"].dtype not in FLOATS:
+        already = gathered.shard.meta["val"].dtype.itemsize == 1
+        raise _Refused("already float8" if already else "no floating-point tensor")
     if not quantized:
         raise _Refused("no float8 matmul reads it", others)
     if others:
@@ -135,13 +145,13 @@ def _decide(gathered: Gathered, rank_in: RankIn) -> Move:
             copy = copies.setdefault(made.format, made)
             copy.scales.update(made.scales)
             copy.uses.append(use)
-    if len(copies) > 1:
-        raise _Refused("its readers need different float8 copies", _difference(list(copies.values())))
     amaxes = {amax.node for copy in copies.values() for amax in copy.scales.values()}
     for reader in gathered.readers:
         if reader.node.target is ops.amax and reader.node not in amaxes:
             raise _Refused("an amax of it is no scale of its copy", reader.node.name)
-    before, after = _bytes(gathered, list(copies.values()))
+    before, after = _bytes(gathered, list(copies.values()), backward)
+    if after >= before and len(copies) > 1:
+        raise _Refused("its readers need different float8 copies", _difference(list(copies.values())))
     if after >= before:
         raise _Refused("would save no bytes", f"{before} as it is, {after} in float8")
     return Move(gathered, list(copies.values()), before, after)
@@ -186,18 +196,19 @@ def _check_padding(gathered: Gathered, reader: Reader, step: Step, rank_in: Rank
 
 def _uses(reader: Reader) -> list[tuple[fx.Node, int | None, Use]]:
     """The scale, the reduced dimension of the operand and the use for each copy that a reader makes."""
-    node, kwargs = reader.node, reader.node.kwargs
-    align = tuple(kwargs["align"])  # type: ignore[arg-type]
+    node = reader.node
+    kwargs: dict[str, Any] = {"align": (1, 1), "align_t": (1, 1), **node.kwargs}
+    scales: tuple[Any, ...] = node.args[1:]
+    dim, dim_t = kwargs.get("dim"), kwargs.get("dim_t")
+    align, align_t = tuple(kwargs["align"]), tuple(kwargs["align_t"])
     if node.target is ops.quantize:
-        use = Use(reader, node, bool(kwargs["transpose"]), align)  # type: ignore[arg-type]
-        return [(node.args[1], kwargs["dim"], use)]  # type: ignore[list-item]
+        return [(scales[0], dim, Use(reader, node, kwargs.get("transpose", False), align))]
     found: list[tuple[fx.Node, int | None, Use]] = []
     for item in node.users:
         if item.args[1] == 0:
-            found.append((node.args[1], kwargs["dim"], Use(reader, item, False, align)))  # type: ignore
+            found.append((scales[0], dim, Use(reader, item, False, align)))
         else:
-            align_t = tuple(kwargs["align_t"])  # type: ignore[arg-type]
-            found.append((node.args[2], kwargs["dim_t"], Use(reader, item, True, align_t)))  # type: ignore
+            found.append((scales[1], dim_t, Use(reader, item, True, align_t)))
     return found
 
 
@@ -262,19 +273,40 @@ def _difference(copies: list[Copy]) -> str:
 # -- what it costs
 
 
-def _bytes(gathered: Gathered, copies: list[Copy]) -> tuple[int, int]:
-    """Bytes of the gathered tensor as it is and as float8, scales included."""
+def _bytes(gathered: Gathered, copies: list[Copy], backward: Set[fx.Node]) -> tuple[int, int]:
+    """Bytes gathered in a step as it is and in float8, scales included.
+
+    A gather that checkpointing redoes in the backward, as FSDP does to free the weights in between, counts
+    twice if both halves read it.
+    """
     shard = gathered.shard.meta["val"]
     sizes = [size_hint(size) or 1 for size in shard.shape]
     elements = prod(sizes) * gathered.group_size
+    redone = gathered.nodes[0].meta.get("recompute") in _DROP
+
+    def times(uses: list[Use]) -> int:
+        halves = {half for use in uses for half in _halves(use.result, backward)}
+        return max(len(halves), 1) if redone else 1
+
     after = 0
     for copy in copies:
-        after += elements
         groups = prod(
             size for axis, size in enumerate(sizes) if copy.axes is not None and axis not in copy.axes
         )
         if copy.local:
-            after += 4 * groups * gathered.group_size
+            after += times(copy.uses) * (elements + 4 * groups * gathered.group_size)
         else:
-            after += _ALL_REDUCE_COST * 4 * groups
-    return elements * shard.dtype.itemsize, after
+            after += times(copy.uses) * elements + _ALL_REDUCE_COST * 4 * groups
+    before = times([use for copy in copies for use in copy.uses]) * elements * shard.dtype.itemsize
+    return before, after
+
+
+def _halves(node: fx.Node, backward: Set[fx.Node]) -> set[bool]:
+    """Whether the backward (True) and the forward (False) compute with a value."""
+    found: set[bool] = set()
+    for user in node.users:
+        if user in backward or user.target is aten._scaled_mm.default:
+            found.add(user in backward)
+        else:
+            found |= _halves(user, backward)
+    return found

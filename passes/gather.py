@@ -37,7 +37,7 @@ all_gather = c10d.all_gather_into_tensor.default
 wait_tensor = c10d.wait_tensor.default
 
 CASTS = frozenset((prims.convert_element_type.default, aten._to_copy.default))
-_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 #: Operators a cast moves across: they keep the order of the elements, or permute dimensions.
 VIEWS = frozenset((*SAME_ORDER, aten.clone.default))
 _MOVEMENTS = frozenset(
@@ -161,7 +161,7 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
     moved = [step.kind for step in steps if step.kind != "cast"]
     pieces: Step | None = None
     for user in node.users:
-        if user.target in _READERS and user.args[0] is node:
+        if user.target in _READERS and user.args[0] is node and "f8fx" in user.meta:
             gathered.readers.append(Reader(user, node, wait, steps))
             continue
         step = _step(node, user)
@@ -186,7 +186,7 @@ def _step(node: fx.Node, user: fx.Node) -> Step | None:
         return Step("permute", (user,))
     if user.target in CASTS:
         dtypes = {node.meta["val"].dtype, user.meta["val"].dtype}
-        return Step("cast", (user,)) if dtypes <= _FLOATS else None
+        return Step("cast", (user,)) if dtypes <= FLOATS else None
     return None
 
 

@@ -111,6 +111,7 @@ def _merge(graph: fx.Graph, bucket: list[Reduction]) -> None:
         if not shape:
             part = insert(aten.reshape.default, part, [])
         reduction.result.replace_all_uses_with(part)
+    for reduction in bucket:
         for node in reversed(reduction.nodes):
             graph.erase_node(node)
 
