@@ -40,7 +40,8 @@ When it is not done
 
 On the wire
     NCCL takes float8; gloo rejects it, so there the data is viewed as bytes. By default the group's backend
-    decides. Native float8 keeps the shapes that Inductor's async tensor parallelism matches. The new gathers are
+    decides. Native float8 keeps the shapes that Inductor's async tensor parallelism matches (:mod:`passes.async_tp`
+    adds what is missing for reduce-scatters). The new gathers are
     ordinary ``all_gather_into_tensor`` nodes that Inductor's bucketing and overlap passes treat like any other. All
     amax reductions of a group whose inputs are there together become one.
 """
@@ -60,6 +61,7 @@ from f8fx.report import GatherDecision
 from f8fx.torch_private import group_backend, group_rank
 
 from . import fqn
+from .async_tp import expose_gemms
 from .commute import Copy, Move, Stay, Use, decide, reduced_dim
 from .fake import set_value_by_layout
 from .find import backward_nodes
@@ -111,6 +113,8 @@ class Collectives:
             combine(graph, reductions)
         if any(decision.moved for decision in decisions):
             Share()(graph)
+        if self.wire != "off":
+            expose_gemms(graph)
         return decisions[::-1]
 
     def _sends_bytes(self, gathered: Gathered) -> bool:
@@ -282,6 +286,14 @@ class _Rewrite:
         for use in copy.uses:
             use.result.replace_all_uses_with(self._operand(copy, use, dict(waited)))
 
+    def _target(self, copy: Copy, node: fx.Node) -> Any:
+        """The operator of a movement, for the float8 copy."""
+        # Inductor would fuse gather and gemm, and then reject the scales: the fused operator takes a vector of them
+        # only beside a gathered matrix (`_check_and_verify_fp8_all_gather_scale_mode`, torch 2.11 to 2.15).
+        # It looks for `view`; this one is the same
+        stacked = copy.axes is not None and len(shape_of(self.gathered.shard)) > 2
+        return aten._unsafe_view.default if stacked and node.target is aten.view.default else node.target
+
     def _operand(self, copy: Copy, use: Use, now: dict[fx.Node, fx.Node]) -> fx.Node:
         """What a use reads now: the gathered float8 data, moved as the gathered tensor was."""
         reader = use.reader
@@ -293,7 +305,7 @@ class _Rewrite:
                 for node in step.nodes:
                     insert = self._inserter(node, reader)
                     args = fx.map_arg(node.args, lambda n: now.get(n, n))
-                    now[node] = insert(node.target, *args, **node.kwargs)  # type: ignore
+                    now[node] = insert(self._target(copy, node), *args, **node.kwargs)  # type: ignore
             current = step.result
         data = now[current]
         insert = self._inserter(reader.node, reader)
