@@ -151,7 +151,8 @@ class Sent(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = str(func.overloadpacket)
         if name.startswith("_c10d_functional.") and "wait" not in name:
-            key = (name.removeprefix("_c10d_functional."), args[0].dtype)
+            # Inductor reduces in place
+            key = (name.removeprefix("_c10d_functional.").removesuffix("_"), args[0].dtype)
             self.calls[key] = self.calls.get(key, 0) + 1
             self.bytes[key] = self.bytes.get(key, 0) + result.numel() * result.element_size()
         return result

