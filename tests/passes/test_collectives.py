@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,8 @@ import f8fx
 from f8fx import ops
 from f8fx.passes import Collectives, Pipeline, check, describe
 from f8fx.passes.rewrite import Provenance
+from f8fx.report import GraphReport, Traffic
+from f8fx.show import print_report
 from f8fx.torch_private import fake_tensor_mode
 from tests.helpers import bf16
 
@@ -966,3 +970,31 @@ def test_a_second_run_changes_nothing():
     decisions = Collectives()(graph)
     assert describe(graph) == before
     assert [(d.moved, d.reason) for d in decisions] == [(False, "already float8")]
+
+
+# -- what is said of it
+
+
+def two_gathers(x, a, b):
+    return x @ gather(a).t() + gather(b).sum(), x
+
+
+def test_the_line_and_the_table_say_what_became_of_gathers():
+    _, report = rewritten(two_gathers, (16, 64), (24, 64), (24, 64))
+    line = "f8fx: 1 of 1 matmuls in float8 (tensorwise); 1 of 2 gathers in float8, not 1: no float8 matmul reads it"
+    assert report.line() == line
+    file = io.StringIO()
+    print_report(report, file)
+    assert "12288 bytes become 6152" in " ".join(file.getvalue().split()).replace("│ ", "")
+
+
+def test_the_report_survives_the_cache():
+    _, report = rewritten(two_gathers, (16, 64), (24, 64), (24, 64))
+    report.traffic = [Traffic((0, 1), ("before",), ("after", "after"))]
+    assert GraphReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_off_leaves_all_gathers():
+    text, report = rewritten(two_gathers, (16, 64), (24, 64), (24, 64), wire="off")
+    assert {(g.moved, g.reason) for g in report.gathers} == {(False, 'wire="off"')}
+    assert text.count("bf16[96,64] = _c10d_functional.all_gather_into_tensor(") == 2
