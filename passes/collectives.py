@@ -65,7 +65,16 @@ from .async_tp import expose_gemms
 from .commute import Copy, Move, Stay, Use, decide, reduced_dim
 from .fake import set_value_by_layout
 from .find import backward_nodes
-from .gather import Gathered, Reader, all_gather, find_gathered, is_movement, shard_axes, wait_tensor
+from .gather import (
+    Gathered,
+    Reader,
+    all_gather,
+    find_gathered,
+    find_readers,
+    is_movement,
+    shard_axes,
+    wait_tensor,
+)
 from .operand import shape_of
 from .reduction import Reduction, combine, insert_reduction
 from .rewrite import MARKS, Inserter
@@ -99,8 +108,8 @@ class Collectives:
         backward = backward_nodes(graph)
         # last to first: a tensor sharded over two dimensions of a mesh is gathered twice, and the first
         # gather can move only after the second
-        for key in reversed([gathered.nodes[0] for gathered in find_gathered(graph)]):
-            gathered = next(g for g in find_gathered(graph) if g.nodes[0] is key)
+        for gathered in reversed(find_gathered(graph)):
+            find_readers(gathered)
             decision: Move | Stay
             if self.wire == "off":
                 decision = Stay(gathered, 'wire="off"')
@@ -166,9 +175,10 @@ class _Rewrite:
         for copy in self.copies:
             old |= {*copy.scales}
             self._move(copy)
-        for node in [*reversed(self.graph.nodes)]:
-            if node in old and not node.users:
+        while unused := [node for node in old if not node.users]:
+            for node in unused:
                 self.graph.erase_node(node)
+                old.remove(node)
         return self.reductions
 
     # -- on the shard
@@ -186,9 +196,9 @@ class _Rewrite:
             self.reductions.append(reduction)
             amax = reduction.result
         copy.amax.node.replace_all_uses_with(amax)
-        self._hoist(copy.scale)
+        self._hoist(copy.scale, amax)
         readers_of = {scale: [*scale.users] for scale in copy.scales}
-        data = local(
+        data = self._inserter(self.anchor, copy.uses[0].reader, cast=True)(
             ops.quantize, matrix, copy.scale, dtype=copy.dtype, dim=dim, transpose=False, align=[1, 1]
         )
         for scale, reader in copy.scales.items():
@@ -197,13 +207,14 @@ class _Rewrite:
                 user.replace_input_with(scale, whole)
         self._gather(local, copy, data)
 
-    def _inserter(self, anchor: fx.Node, reader: Reader, once: bool = False) -> Inserter:
-        """Inserts for a reader at an anchor.
+    def _inserter(self, anchor: fx.Node, reader: Reader, once: bool = False, cast: bool = False) -> Inserter:
+        """Inserts for a reader at an anchor, with the anchor's checkpointing marks: what was redone still is.
 
         Args:
-            once: what is inserted is never recomputed: a reduction over ranks costs more than saving a number.
+            once: without marks: a reduction over ranks costs more than saving a number.
+            cast: leave it to :mod:`passes.tags`, like any other cast.
         """
-        provenance = replace(reader.node.meta["f8fx"], inserted_by="collectives", is_result=True)
+        provenance = replace(reader.node.meta["f8fx"], inserted_by="collectives", is_result=not cast)
         return Inserter(self.graph, anchor, provenance, marked=not once)
 
     def _matrix(self, insert: Inserter, source: fx.Node, copy: Copy) -> tuple[fx.Node, int | None]:
@@ -223,11 +234,10 @@ class _Rewrite:
             columns *= size
         return insert(aten.reshape.default, source, [-1, columns]), 1 if inner else 0
 
-    def _hoist(self, scale: fx.Node) -> None:
-        """Moves a scale, and what it takes to get from the amax to it, to where the shard is cast."""
+    def _hoist(self, scale: fx.Node, amax: fx.Node) -> None:
+        """Moves a scale, and what it takes to get there from the amax, to where the shard is cast."""
         chain = [scale]
-        order = {node: index for index, node in enumerate(self.graph.nodes)}
-        while order[(source := chain[-1].all_input_nodes[0])] > order[self.anchor]:
+        while (source := chain[-1].all_input_nodes[0]) is not amax:
             chain.append(source)
         for node in reversed(chain):
             self.anchor.prepend(node)
@@ -314,6 +324,7 @@ class _Rewrite:
         if not use.transpose and use.align == (1, 1) and data.meta["val"].is_contiguous():
             return data
         device = data.meta["val"].device
+        insert = self._inserter(reader.node, reader, cast=True)
         one = insert(aten.full.default, [], 1.0, dtype=torch.float32, device=device, pin_memory=False)
         return insert(
             ops.quantize,

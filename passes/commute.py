@@ -145,6 +145,8 @@ def _decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move
             copy = copies.setdefault(made.format, made)
             copy.scales.update(made.scales)
             copy.uses.append(use)
+    if any(len(copy.scales) > 1 and _reductions(copy.scale) for copy in copies.values()):
+        raise _Refused("gathered over another group more than once")
     amaxes = {amax.node for copy in copies.values() for amax in copy.scales.values()}
     for reader in gathered.readers:
         if reader.node.target is ops.amax and reader.node not in amaxes:

@@ -7,7 +7,7 @@ A tensor that is sharded along dimension ``d`` and gathered inside the graph arr
     tensor   = slice(whole, d, 0, size)                                # "unpad", only where n does not divide size
     operand  = view / permute / cast ... (tensor)
 
-and is read by ``f8fx.amax`` and ``f8fx.quantize``. :func:`find_gathered` walks from each gather through
+and is read by ``f8fx.amax`` and ``f8fx.quantize``. :func:`find_readers` walks from each gather through
 exactly these operators; whatever else it meets is a reader in high precision. Gathers of one value over
 one group count as one, since Inductor makes them one.
 
@@ -117,20 +117,26 @@ class Gathered:
 
 
 def find_gathered(graph: fx.Graph) -> list[Gathered]:
-    """Every gathered tensor of the graph with its readers, in graph order."""
+    """Every gathered tensor of the graph, in graph order, still without readers."""
     found: dict[Hashable, Gathered] = {}
     for node in graph.nodes:
-        if node.target is not all_gather:
-            continue
-        shard, size, group = node.args
-        gathered = found.setdefault((_value_key(shard), size, group), Gathered([], shard, group, size))
-        gathered.nodes.append(node)
+        if node.target is all_gather:
+            shard, size, group = node.args
+            gathered = found.setdefault((_value_key(shard), size, group), Gathered([], shard, group, size))
+            gathered.nodes.append(node)
+    return list(found.values())
+
+
+def find_readers(gathered: Gathered) -> None:
+    """Fills in who reads a gathered tensor as the graph is now."""
+    gathered.shard = gathered.nodes[0].args[0]  # type: ignore[assignment]
+    gathered.readers, gathered.others = [], []
+    for node in gathered.nodes:
         for user in node.users:
             if user.target is wait_tensor:
-                _walk(gathered, user, user, (), shape_of(shard))
+                _walk(gathered, user, user, (), shape_of(gathered.shard))
             else:
                 gathered.others.append(user)
-    return list(found.values())
 
 
 def _value_key(node: Any) -> Hashable:
