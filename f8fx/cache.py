@@ -47,7 +47,7 @@ class CacheKey:
         parts: list[Any] = [source_hash(), options.decision_key()]
         if options.filter_fqns or options.only_fqns or options.filter_fn:
             parts.append(_module_names(gm))
-        if options.wire == "auto":
+        if options.wire in ("auto", "float8"):
             parts.append(group_backends())
         if options.select == "auto":
             parts.append(_dynamic_sizes(example_inputs))

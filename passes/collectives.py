@@ -19,8 +19,8 @@ Half the bytes travel (a quarter for float32), each rank casts only its own shar
 
 What makes it exact
     * A maximum does not depend on the order it is taken in, and all ranks get the same one. It is reduced
-      as *int32*: for floats without sign, the bits compare like the numbers, and NaN above all of them. A
-      floating-point maximum would drop NaN on some backends (NCCL) and depend on order on others (gloo).
+      as *int32*: for floats without sign, the bits compare like the numbers, and NaN above all of them. What a
+      floating-point maximum does with NaN is left to the backend; it may be dropped.
     * Movement operators (:mod:`passes.gather` lists them) act on float8 as they do on anything else. A
       rounding cast among them is done to the shard, first.
     * A transposed or padded copy is made after the gather, from the float8 data: ``f8fx.quantize`` of a
@@ -35,15 +35,16 @@ When it is not done
     Only if *every* reader of the gathered tensor takes the same (data, scale) does the tensor itself no longer
     travel. A row-major and a transposed copy with one scale are the same; copies with row scales and with column
     scales are not: a rowwise recipe needs the first in the forward and the second in the backward, which is as
-    many bytes as bf16. Everything that stays is reported with its reason
+    many bytes as bf16. Where the gather is redone in the backward (FSDP that frees weights in between), bf16 travels
+    twice, and each half gets its own float8 copy instead. Everything that stays is reported with its reason
     (:class:`f8fx.report.GatherDecision`). Gradients are reduced in high precision.
 
 On the wire
     NCCL takes float8; gloo rejects it, so there the data is viewed as bytes. By default the group's backend
     decides. Native float8 keeps the shapes that Inductor's async tensor parallelism matches (:mod:`passes.async_tp`
-    adds what is missing for reduce-scatters). The new gathers are
-    ordinary ``all_gather_into_tensor`` nodes that Inductor's bucketing and overlap passes treat like any other. All
-    amax reductions of a group whose inputs are there together become one.
+    adds what is missing for reduce-scatters). The new gathers are ordinary ``all_gather_into_tensor`` nodes that
+    Inductor's bucketing and overlap passes treat like any other. All amax reductions of a group whose inputs are
+    there together become one (:mod:`passes.reduction`).
 """
 
 from __future__ import annotations
@@ -113,6 +114,10 @@ class Collectives:
             decision: Move | Stay
             if self.wire == "off":
                 decision = Stay(gathered, 'wire="off"')
+            elif self.wire == "float8" and _backend(gathered) == "gloo":
+                decision = Stay(
+                    gathered, "gloo sends no float8", 'wire="float8"; "auto" and "uint8" send it as bytes'
+                )
             else:
                 decision = decide(gathered, group_rank, backward)
             decisions.append(_report(decision, gathered, gathered.nodes[0] in backward))
@@ -129,8 +134,11 @@ class Collectives:
     def _sends_bytes(self, gathered: Gathered) -> bool:
         if self.wire != "auto":
             return self.wire == "uint8"
-        device = gathered.shard.meta["val"].device
-        return group_backend(gathered.group, device) not in _SENDS_FLOAT8
+        return _backend(gathered) not in _SENDS_FLOAT8
+
+
+def _backend(gathered: Gathered) -> str | None:
+    return group_backend(gathered.group, gathered.shard.meta["val"].device)
 
 
 def _erase_dead(graph: fx.Graph) -> None:
@@ -304,6 +312,17 @@ class _Rewrite:
         stacked = copy.axes is not None and len(shape_of(self.gathered.shard)) > 2
         return aten._unsafe_view.default if stacked and node.target is aten.view.default else node.target
 
+    def _pad(self, copy: Copy, reader: Reader, node: fx.Node, now: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Zeros around the float8 copy: bytes, as float8 has no such operator everywhere, and a zero byte is +0."""
+        insert = self._inserter(node, reader)
+        data = now[node.args[0]]  # type: ignore[index]
+        if self.as_bytes:
+            return insert(aten.constant_pad_nd.default, data, node.args[1], 0)
+        padded = insert(
+            aten.constant_pad_nd.default, insert(aten.view.dtype, data, torch.uint8), node.args[1], 0
+        )
+        return insert(aten.view.dtype, padded, copy.dtype)
+
     def _operand(self, copy: Copy, use: Use, now: dict[fx.Node, fx.Node]) -> fx.Node:
         """What a use reads now: the gathered float8 data, moved as the gathered tensor was."""
         reader = use.reader
@@ -311,6 +330,8 @@ class _Rewrite:
         for step in reader.steps:
             if step.kind == "cast":
                 now[step.result] = now[step.nodes[0].args[0]]  # type: ignore[index]
+            elif step.kind == "pad":
+                now[step.result] = self._pad(copy, reader, step.result, now)
             else:
                 for node in step.nodes:
                     insert = self._inserter(node, reader)

@@ -223,6 +223,8 @@ def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -
         return Copy({scale: amax}, dtype, amax.casts, None, False)
     if amax.source is not reader.source:
         raise _Refused("scale is not the amax of the gathered tensor", scale.name)
+    if any(step.kind == "pad" for step in amax.steps):
+        raise _Refused("padded after the gather, with rowwise scales")
     per_step = shard_axes(amax, dim)
     if per_step is None:
         raise _Refused("a view cuts across the dimension that is scaled")

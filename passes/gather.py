@@ -5,7 +5,7 @@ A tensor that is sharded along dimension ``d`` and gathered inside the graph arr
     gathered = wait_tensor(all_gather_into_tensor(shard, n, group))    # shards stacked along dimension 0
     whole    = cat(split(gathered, rows_of_shard), d)                  # "reassemble", only where d != 0
     tensor   = slice(whole, d, 0, size)                                # "unpad", only where n does not divide size
-    operand  = view / permute / cast ... (tensor)
+    operand  = view / permute / pad / cast ... (tensor)
 
 and is read by ``f8fx.amax`` and ``f8fx.quantize``. :func:`find_readers` walks from each gather through
 exactly these operators; whatever else it meets is a reader in high precision. Gathers of one value over
@@ -53,7 +53,7 @@ _MOVEMENTS = frozenset(
 )
 _READERS = frozenset((ops.amax, ops.quantize, ops.quantize_both))
 
-Kind = Literal["cast", "view", "permute", "reassemble", "unpad"]
+Kind = Literal["cast", "view", "permute", "pad", "reassemble", "unpad"]
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,12 @@ def is_movement(node: fx.Node) -> bool:
 
 
 def is_padding(node: fx.Node) -> bool:
-    """Whether a node appends zeros."""
+    """Whether a node adds zeros around a tensor."""
+    if node.target is not aten.constant_pad_nd.default:
+        return False
+    pads: Any = node.args[1]
     value: Any = node.args[2] if len(node.args) > 2 else 0
-    return node.target is aten.constant_pad_nd.default and bool(value == 0)
+    return value == 0 and all(isinstance(pad, int) and pad >= 0 for pad in pads)
 
 
 def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, ...], shard: tuple) -> None:
@@ -190,6 +193,8 @@ def _step(node: fx.Node, user: fx.Node) -> Step | None:
         return Step("view", (user,))
     if user.target in PERMUTES:
         return Step("permute", (user,))
+    if is_padding(user):
+        return Step("pad", (user,))
     if user.target in CASTS:
         dtypes = {node.meta["val"].dtype, user.meta["val"].dtype}
         return Step("cast", (user,)) if dtypes <= FLOATS else None

@@ -126,6 +126,12 @@ def check_native_float8_is_what_gloo_rejects():
         )
 
 
+def check_native_float8_is_refused_on_gloo():
+    with recording() as reports:
+        compiled(sharded(), wire="float8")(randn(2, 16, 128))
+    assert {gather.reason for gather in reports[0].gathers} == {"gloo sends no float8"}
+
+
 def check_resharded_after_the_forward():
     """Every gather is redone in the backward: rowwise gathers rows' copies, then columns'."""
     compare_gathers(reshard=True)

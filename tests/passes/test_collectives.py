@@ -596,6 +596,23 @@ scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, as_strided, as_strided_
 return scaled_mm""",
         )
 
+    def test_padded_after_the_gather(self):
+        def f(x, w):
+            return x @ aten.constant_pad_nd(gather(w), [0, 0, 0, 32], 0.0).t()
+
+        text = assert_moves(f, (16, 64), (24, 64))
+        movement = [line for line in text.splitlines() if "128,64" in line or "(wait_tensor_1" in line]
+        self.assertExpectedInline(
+            "\n".join(movement),
+            """\
+view_2: u8[96,64] = view(wait_tensor_1, u8)
+constant_pad_nd: u8[128,64] = constant_pad_nd(view_2, [0, 0, 0, 32], 0)
+view_3: e4m3[128,64] = view(constant_pad_nd, e4m3)""",
+        )
+        assert_stays(
+            ("padded after the gather, with rowwise scales", ""), f, (16, 64), (24, 64), recipe="rowwise"
+        )
+
     def test_as_bytes(self):
         text, _ = rewritten(lambda x, w: x @ side_by_side(w, 1).t(), (16, 64), (96, 16), wire="uint8")
         self.assertExpectedInline(
@@ -970,6 +987,32 @@ def test_a_second_run_changes_nothing():
     decisions = Collectives()(graph)
     assert describe(graph) == before
     assert [(d.moved, d.reason) for d in decisions] == [(False, "already float8")]
+
+
+# -- what makes it exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_copy_of_float8_data_has_its_bytes(dtype):
+    """``quantize`` with scale one, on every value; casts saturate, so that data holds no infinity."""
+    data = torch.arange(256).to(torch.uint8).view(16, 16).view(dtype)
+    copy = ops.quantize(data, torch.ones(()), dtype=dtype, transpose=True)
+    nan, infinite = data.float().isnan(), data.float().isinf()
+    assert torch.equal(copy.t().float().isnan(), nan)
+    kept = ~(nan | infinite)
+    assert torch.equal(copy.t().contiguous().view(torch.uint8)[kept], data.view(torch.uint8)[kept])
+    worst = torch.tensor([[float("inf"), 1.0, -float("inf"), 0.0]])
+    assert not ops.quantize(worst, ops.scale(ops.amax(worst), dtype=dtype), dtype=dtype).float().isinf().any()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_magnitude_as_integers(sign):
+    """NaN of either sign is above infinity, which is above every number."""
+    values = torch.tensor([0.0, 1e-45, 1e-38, 0.5, 448.0, 3e38, float("inf"), float("nan")])
+    values[-1] = torch.copysign(values[-1], torch.tensor(sign))
+    bits = values.view(torch.int32).bitwise_and(0x7FFFFFFF)
+    assert torch.equal(bits.sort().values, bits)
+    assert bits[-1:].view(torch.float32).isnan().all()
 
 
 # -- what is said of it
