@@ -135,7 +135,8 @@ def process_store() -> tuple[Any, int] | None:
 
     if not is_available() or not is_initialized():
         return None
-    return distributed_c10d._get_default_store(), get_rank()
+    store = distributed_c10d._get_default_store()
+    return None if store is None else (store, get_rank())  # MPI has none
 
 
 def process_store_read(store: Any, keys: Sequence[str]) -> list[str]:

@@ -89,10 +89,10 @@ class Collectives:
 
     def __call__(self, graph: fx.Graph) -> list[GatherDecision]:
         """Rewrites the graph and says what became of each gather."""
-        found = find_gathered(graph)
-        if not found:
-            return []
         if self.wire != "off":
+            expose_gemms(graph)
+        found = find_gathered(graph)
+        if found and self.wire != "off":
             _erase_dead(graph)
         decisions = []
         reductions: list[Reduction] = []
@@ -117,8 +117,6 @@ class Collectives:
             combine(graph, reductions)
         if any(decision.moved for decision in decisions):
             Share()(graph)
-        if self.wire != "off":
-            expose_gemms(graph)
         return decisions[::-1]
 
     def _sends_bytes(self, gathered: Gathered) -> bool:
