@@ -18,10 +18,12 @@ from typing import Any
 from torch import fx
 
 from . import executor, lowerings
+from .agreement import confirm, confirm_plain
 from .cache import CacheKey, load_report, store_report
 from .options import Options
 from .partition import Partitioner
 from .passes import FilterError, Pipeline
+from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
 from .torch_private import (
     CustomGraphPass,
@@ -68,12 +70,18 @@ class GraphPass(CustomGraphPass):
             other(graph)
         if any("f8fx" in node.meta for node in graph.nodes):
             return  # half of a nested region that was rewritten before it was split
+        before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
         try:
-            self.reports.append(self.pipeline(graph))
+            report = self.pipeline(graph)
         except FilterError:
             raise
         except Exception as error:
+            # the graph can run as it was, if that is what happens on all ranks
+            confirm_plain(traffic(before, {}))
             raise PassError(f"{type(error).__name__}: {error}") from error
+        report.traffic = traffic(before, gathers(graph))
+        confirm(report.traffic)
+        self.reports.append(report)
 
     def uuid(self) -> Any:
         """Key for Inductor's caches; ``None``, no caching, if any part has none."""
@@ -132,7 +140,9 @@ def compile_graph(
         with contextlib.nullcontext() if options.strict else eager_backward_lowering():
             compiled = run(gm, graph_pass)
     except Exception as error:
-        if spare is None or not _is_ours(error, graph_pass):
+        sends_float8 = any(g.moved for report in graph_pass.reports for g in report.gathers)
+        # the other ranks go on: this one must not send something else
+        if spare is None or sends_float8 or not _is_ours(error, graph_pass):
             raise
         return _fall_back(error, graph_pass, options, lambda: run(spare, None))
     _publish(graph_pass, options)
@@ -216,6 +226,8 @@ def _publish(graph_pass: GraphPass, options: Options) -> None:
         store_report(graph_pass.key, reports)
     else:
         reports = load_report(graph_pass.key, options.recipe.name)
+        for report in reports:
+            confirm(report.traffic)
     for report in reports:
         publish(report)
         if options.verbose:

@@ -27,7 +27,7 @@ from torch import fx
 
 from .options import Options
 from .report import GraphReport, log
-from .torch_private import inductor_cache_dir, size_hint
+from .torch_private import group_backends, inductor_cache_dir, size_hint
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,13 @@ class CacheKey:
         parts: list[Any] = [source_hash(), options.decision_key()]
         if options.filter_fqns or options.only_fqns or options.filter_fn:
             parts.append(_module_names(gm))
+        if options.wire in ("auto", "float8"):
+            parts.append(group_backends())
         if options.select == "auto":
             parts.append(_dynamic_sizes(example_inputs))
+        local = [_local(value) for value in example_inputs if hasattr(value, "__tensor_flatten__")]
+        if local:
+            parts.append(local)
         graph = _digest([gm.code, [_metadata(x) for x in example_inputs], _ambient()])
         if options.filter_fn is None:
             return CacheKey(_digest(parts), graph)
@@ -86,6 +91,17 @@ def _dynamic_sizes(example_inputs: Sequence[Any]) -> list[int | None]:
         elif isinstance(value, torch.Tensor):
             sizes += [size_hint(s) for s in value.shape if isinstance(s, torch.SymInt)]
     return sizes
+
+
+def _local(value: torch.Tensor) -> list[Any]:
+    """Layouts of the tensors inside a subclass.
+
+    A DTensor that is sharded unevenly has other local sizes on other ranks. AOTAutograd's key holds the global ones
+    (torch 2.13), so with a cache directory in common one rank would be served another's code.
+    """
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = [getattr(value, name) for name in names]
+    return [_local(x) if hasattr(x, "__tensor_flatten__") else _metadata(x) for x in inner]
 
 
 def _ambient() -> list[Any]:

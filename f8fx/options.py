@@ -15,6 +15,7 @@ from . import hardware
 from .hardware import Hardware
 from .partition import Save
 from .passes import Pipeline
+from .passes.collectives import Wire
 from .passes.select import FilterFn, Policy
 from .recipe import PRESETS, Recipe
 from .torch_private import inductor_config, inductor_mode_options, inductor_modes
@@ -50,6 +51,8 @@ class Options:
             result, which is torchao's arithmetic to the bit. Default: what is faster on the device.
         save: ``"lean"`` lets the backward redo casts of what is saved anyway, so that no more bytes are
             saved than in high precision; ``"fast"`` saves what the forward has cast.
+        wire: dtype in which float8 tensors are gathered: ``"float8"`` (NCCL), ``"uint8"``, a view of them, for
+            backends that reject float8 (gloo), ``"auto"``, by backend. ``"off"``: gathers stay in high precision.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
@@ -68,6 +71,7 @@ class Options:
     merge: Literal["auto", "never"] = "auto"
     rowwise_scales: Literal["in_gemm", "torchao"] | None = None
     save: Save = "lean"
+    wire: Wire = "auto"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
     target: Hardware | None = None
@@ -118,6 +122,7 @@ class Options:
             "rowwise_scales": None if scales is None else (lambda device: scales),
             "merge": self.merge,
             "weights_at_once": self.save == "fast",
+            "wire": self.wire,
             **overrides,
         }
         return Pipeline(self.recipe, self.policy(), self.target, **arguments)
@@ -127,7 +132,7 @@ class Options:
         hw = self.target
         target = hw and tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
         filters = (self.filter_fqns, self.only_fqns)
-        chosen = (self.pad, self.merge, self.rowwise_scales, self.save)
+        chosen = (self.pad, self.merge, self.rowwise_scales, self.save, self.wire)
         return (self.recipe, self.select, filters, chosen, target)
 
 
@@ -218,6 +223,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "merge": _choice("merge", "auto", "never"),
     "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao"),
     "save": _choice("save", "lean", "fast"),
+    "wire": _choice("wire", "auto", "float8", "uint8", "off"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),
     "target": _target,

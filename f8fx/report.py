@@ -63,6 +63,45 @@ class Decision:
     seconds: float | None = None
 
 
+@dataclass(frozen=True)
+class GatherDecision:
+    """One all-gather of the graph and whether it carries float8.
+
+    Attributes:
+        fqn: the module it was called in, "" where none did.
+        shape, dtype: of the gathered tensor.
+        group_size: number of ranks.
+        backward: whether it depends on gradients.
+        moved: whether float8 travels.
+        reason: why, in a few words that recur and can be counted.
+        detail: the same with names or numbers, or "".
+    """
+
+    fqn: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    group_size: int
+    backward: bool
+    moved: bool
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a graph sends over one process group, as far as passes decide it.
+
+    Attributes:
+        ranks: the group's ranks.
+        gathers: the graph's all-gathers before the passes, in order.
+        sends: all-gathers, and reductions of amaxes, after them.
+    """
+
+    ranks: tuple[int, ...]
+    gathers: tuple[str, ...]
+    sends: tuple[str, ...]
+
+
 @dataclass
 class GraphReport:
     """What f8fx did to one graph.
@@ -72,6 +111,8 @@ class GraphReport:
         target: name of the hardware the decisions were for.
         training: whether the graph holds a backward.
         decisions: one for each matmul, in graph order.
+        gathers: one for each all-gather of a graph in which a matmul was converted, in graph order.
+        traffic: what ranks must agree on, one for each process group.
         pass_seconds: time of each pass, by name.
         cached: the compiled code came from a cache; the decisions are those made when it was built.
         fallback: why the graph runs without float8 after an internal failure, else "".
@@ -81,6 +122,8 @@ class GraphReport:
     target: str = ""
     training: bool = False
     decisions: list[Decision] = field(default_factory=list)
+    gathers: list[GatherDecision] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     fallback: str = ""
@@ -117,6 +160,8 @@ class GraphReport:
             ", ".join(sorted({report.target for report in reports if report.target})),
             any(report.training for report in reports),
             [decision for report in reports for decision in report.decisions],
+            [gather for report in reports for gather in report.gathers],
+            [traffic for report in reports for traffic in report.traffic],
         )
         for report in reports:
             for name, seconds in report.pass_seconds.items():
@@ -133,6 +178,11 @@ class GraphReport:
         if self.skipped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
             text += f", {self.skipped} skipped: {reasons}"
+        if self.gathers:
+            text += f"; {sum(g.moved for g in self.gathers)} of {len(self.gathers)} gathers in float8"
+            stay = Counter(g.reason for g in self.gathers if not g.moved).most_common()
+            if stay:
+                text += ", not " + ", ".join(f"{count}: {reason}" for reason, count in stay)
         return text + (" [cached]" if self.cached else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,7 +192,10 @@ class GraphReport:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> GraphReport:
         """The inverse of :meth:`to_dict`."""
-        return GraphReport(**{**data, "decisions": [Decision(**d) for d in data["decisions"]]})
+        gathers = [GatherDecision(**{**g, "shape": tuple(g["shape"])}) for g in data.get("gathers", ())]
+        decisions = [Decision(**d) for d in data["decisions"]]
+        traffic = [Traffic(**{k: tuple(v) for k, v in t.items()}) for t in data.get("traffic", ())]
+        return GraphReport(**{**data, "decisions": decisions, "gathers": gathers, "traffic": traffic})
 
 
 _RECORDERS: list[list[GraphReport]] = []

@@ -21,3 +21,16 @@ def print_report(report: GraphReport, file: TextIO | None = None) -> None:
         why = f"{d.reason} ({d.detail})" if d.detail else d.reason
         table.add_row(d.fqn, d.role, f"{d.m} x {d.k} x {d.n}", "yes" if d.converted else "-", why)
     console.print(table)
+    if report.gathers:
+        console.print(_gathers(report))
+
+
+def _gathers(report: GraphReport) -> Table:
+    table = Table(expand=False)
+    for column in ("gathered in", "shape", "dtype", "ranks", "float8", "why"):
+        table.add_column(column, overflow="fold")
+    for g in report.gathers:
+        why = f"{g.reason} ({g.detail})" if g.detail else g.reason
+        shape = " x ".join(map(str, g.shape))
+        table.add_row(g.fqn, shape, g.dtype, str(g.group_size), "yes" if g.moved else "-", why)
+    return table

@@ -8,7 +8,8 @@
    3     merge       matmuls that read one input become one
    4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
    5     share       one amax, scale and cast for each tensor and granularity
-   6     materialize residual sums that several kernels read are written once
+   6     collectives casts move above all-gathers, so that float8 travels
+   6b    materialize residual sums that several kernels read are written once
    7     tags        what activation checkpointing may recompute
 ======  ==========  ==============================================================================
 
@@ -33,6 +34,7 @@ from f8fx.torch_private import supports_rowwise_scaled_mm
 
 from .check import check, signature
 from .choice import Convert, decision
+from .collectives import Collectives, Wire
 from .describe import describe
 from .find import Find, backward_nodes
 from .materialize import Materialize
@@ -43,6 +45,7 @@ from .share import Share
 from .tags import Tags
 
 __all__ = [
+    "Collectives",
     "FilterError",
     "Find",
     "Materialize",
@@ -73,6 +76,7 @@ class Pipeline:
         rowwise_scales: where a device applies rowwise scales; default: what this torch does best there.
         weights_at_once: make both layouts of a weight in the forward (``save="fast"``).
         merge: whether matmuls that read one input become one: where the cost model says it pays, or never.
+        wire: dtype in which float8 is gathered; see :class:`Collectives`.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Pipeline:
         rowwise_scales: Callable[[torch.device], RowwiseScales] | None = None,
         merge: Literal["auto", "never"] = "auto",
         weights_at_once: bool = False,
+        wire: Wire = "auto",
     ) -> None:
         self.recipe = recipe
         self.debug = debug
@@ -95,6 +100,7 @@ class Pipeline:
         self.merge = Merge(merge, self.select.hardware_of)
         self.quantize = Quantize(recipe, rowwise_scales or best_rowwise_scales)
         self.share = Share(weights_at_once)
+        self.collectives = Collectives(wire)
         self.materialize = Materialize()
         self.tags = Tags()
 
@@ -123,6 +129,7 @@ class Pipeline:
             conversions = run("merge", self.merge, graph, conversions)
             run("quantize", self.quantize, graph, conversions)
             run("share", self.share, graph)
+            report.gathers = run("collectives", self.collectives, graph)
             run("materialize", self.materialize, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]

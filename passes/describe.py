@@ -23,6 +23,8 @@ _SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
 }
 _NUMBER = re.compile(r"(_default)?(_\d+)?$")
 
@@ -46,12 +48,12 @@ def describe(graph: fx.Graph) -> str:
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
     if node.op == "output":
         return f"return {_text(node.args[0], names)}"
-    kind = _kind(node.meta.get("val"))
+    value = kind(node.meta.get("val"))
     if node.op != "call_function":
-        return f"{names[node]}: {kind}"
+        return f"{names[node]}: {value}"
     arguments = [_text(arg, names) for arg in node.args]
     arguments += [f"{name}={_text(value, names)}" for name, value in node.kwargs.items() if value is not None]
-    return f"{names[node]}: {kind} = {_target(node)}({', '.join(arguments)})"
+    return f"{names[node]}: {value} = {_target(node)}({', '.join(arguments)})"
 
 
 def _target(node: fx.Node) -> str:
@@ -61,11 +63,12 @@ def _target(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
+    """dtype and sizes of a value: ``bf16[16,64]``."""
     if isinstance(value, torch.Tensor):
         return f"{_SHORT.get(value.dtype, str(value.dtype))}{[*value.shape]}".replace(" ", "")
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(_kind(item) for item in value) + ")"
+        return "(" + ", ".join(kind(item) for item in value) + ")"
     return str(value)
 
 

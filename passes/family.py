@@ -14,7 +14,7 @@ from f8fx.recipe import Role
 
 from .choice import ALIGNMENT, Convert
 from .gemm import Gemm, Operand
-from .operand import SAME_ORDER, is_same, shape_of
+from .operand import CASTS, MOVEMENTS, SAME_ORDER, is_same, shape_of
 
 aten = torch.ops.aten
 
@@ -112,7 +112,15 @@ def _is_plain(conversion: Convert) -> bool:
         and gemm.n % ALIGNMENT == 0
         and not conversion.pad_k
         and gemm.right.node.target is not ops.dequantize
+        and not _is_gathered(gemm.right.node)
     )
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a weight comes out of a collective; gathers in float8 (pass 6) save more than merging."""
+    while node.op == "call_function" and (node.target in MOVEMENTS or node.target in CASTS):
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and getattr(node.target, "namespace", "").startswith("_c10d_functional")
 
 
 def _distinct_weights(group: list[Convert], order: dict[fx.Node, int]) -> list[Convert]:

@@ -27,10 +27,9 @@ from f8fx.recipe import OperandKind, Role
 
 from . import fqn
 from .gemm import Gemm, Operand, Unmatched
-from .operand import base_of, flat_base, is_same, shape_of, trace
+from .operand import CASTS, base_of, flat_base, is_same, shape_of, trace
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 _BATCHED = "batched matmul of two activations"
@@ -42,7 +41,6 @@ _LEFT = {
     aten._scaled_mm.default: "already float8",
     aten._grouped_mm.default: "grouped matmul of experts",
 }
-_CASTS = frozenset((prims.convert_element_type.default, aten._to_copy.default))
 _COMPUTE = frozenset((*_GEMMS, *_LEFT))
 
 
@@ -122,7 +120,7 @@ class _Walk:
     def _through_cast(self, traced: _Traced) -> _Traced:
         """A weight, traced on through the cast from the float32 parameter it is a rounding of."""
         node = traced.node
-        if node.target not in _CASTS or not isinstance(node.args[0], fx.Node):
+        if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
             return traced
         source = node.args[0]
         if source.meta["val"].dtype != torch.float32 or len(shape_of(source)) != 2:
@@ -247,7 +245,7 @@ def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
 def _is_parameter(node: fx.Node) -> bool:
     """Whether a tensor is an input of the graph, at most viewed, permuted, copied or cast."""
     node = base_of(node)
-    while node.target in _CASTS or node.target is aten.clone.default:
+    while node.target in CASTS or node.target is aten.clone.default:
         node = base_of(node.args[0])  # type: ignore[arg-type]
     return node.op == "placeholder"
 
@@ -258,4 +256,4 @@ def _is_fused(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in _COMPUTE:
         return False
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or node.target in _CASTS or node.target is aten.cat.default
+    return torch.Tag.pointwise in tags or node.target in CASTS or node.target is aten.cat.default

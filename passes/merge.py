@@ -19,7 +19,7 @@ A family is merged in all its roles or not at all, so that a weight has one scal
 backward. It must be the same computation, or it stays as it is:
 
 * the layers read the very same input, are converted in the same way, and need no padding;
-* all weights are known before the first of the matmuls;
+* all weights are known before the first of the matmuls, and none is gathered for it;
 * the gradients of the input are only used in one sum, those of the weights after the last of them;
 * activation checkpointing treats them alike.
 

@@ -35,6 +35,8 @@ SAME_ORDER = frozenset(
     )
 )
 PERMUTES = frozenset((aten.permute.default, aten.t.default, aten.transpose.int))
+#: Operators that change the dtype.
+CASTS = frozenset((torch.ops.prims.convert_element_type.default, aten._to_copy.default))
 #: Operators that choose or rearrange elements without computing or, as a rule, copying any.
 MOVEMENTS = (
     SAME_ORDER
@@ -63,7 +65,8 @@ def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return str(a) == str(b)
 
 
-def _permutation(node: fx.Node) -> list[int]:
+def permutation(node: fx.Node) -> list[int]:
+    """For each dimension of a permute's result, the dimension of its input."""
     rank = len(shape_of(node))
     if node.target is aten.t.default:
         return list(range(rank))[::-1]
@@ -88,7 +91,7 @@ def _is_swap(node: fx.Node, rows: int | torch.SymInt) -> bool | None:
     The *output* is seen as ``[rows, columns]`` with ``rows`` given.
     """
     source = shape_of(node.args[0])  # type: ignore[arg-type]
-    order = [d for d in _permutation(node) if not is_same(source[d], 1)]
+    order = [d for d in permutation(node) if not is_same(source[d], 1)]
     if order == sorted(order):
         return False
     for split in range(1, len(order)):

@@ -16,6 +16,9 @@ from torch import fx
 
 from .fake import set_value_by_layout
 
+#: Checkpointing's: whether a node is recomputed, and with which region.
+MARKS = ("recompute", "ac_graph_id")
+
 #: Copied from the matmul a new node serves: where it comes from, where it runs and whether it is recomputed
 #: (:mod:`passes.tags` refines the last).
 _PROVENANCE = (
@@ -28,8 +31,7 @@ _PROVENANCE = (
     "original_aten",
     "from_node",
     "partitioner_tag",
-    "recompute",
-    "ac_graph_id",
+    *MARKS,
     "memory_budget",
 )
 
@@ -53,18 +55,23 @@ class Provenance:
 
 
 class Inserter:
-    """Inserts nodes before one anchor, each with a fake value and the anchor's provenance."""
+    """Inserts nodes before one anchor, each with a fake value and the anchor's provenance.
 
-    def __init__(self, graph: fx.Graph, anchor: fx.Node, provenance: Provenance) -> None:
+    Args:
+        marked: whether new nodes take over the anchor's checkpointing marks too.
+    """
+
+    def __init__(self, graph: fx.Graph, anchor: fx.Node, provenance: Provenance, marked: bool = True) -> None:
         self.graph = graph
         self.anchor = anchor
         self.provenance = provenance
+        self.keys = _PROVENANCE if marked else tuple(key for key in _PROVENANCE if key not in MARKS)
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """The new node ``target(*args, **kwargs)``."""
         with self.graph.inserting_before(self.anchor):
             node = self.graph.create_node("call_function", target, args, kwargs, _name(target))
-        for key in _PROVENANCE:
+        for key in self.keys:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         node.meta["f8fx"] = self.provenance

@@ -1,0 +1,323 @@
+"""All-gathers and who reads them: what :mod:`passes.collectives` acts on. Only looks.
+
+A tensor that is sharded along dimension ``d`` and gathered inside the graph arrives as ::
+
+    gathered = wait_tensor(all_gather_into_tensor(shard, n, group))    # shards stacked along dimension 0
+    whole    = cat(split(gathered, rows_of_shard), d)                  # "reassemble", only where d != 0
+    tensor   = slice(whole, d, 0, size)                                # "unpad", only where n does not divide size
+    operand  = view / permute / pad / cast ... (tensor)
+
+and is read by ``f8fx.amax`` and ``f8fx.quantize``. :func:`find_readers` walks from each gather through
+exactly these operators; whatever else it meets is a reader in high precision. Gathers of one value over
+one group count as one, since Inductor makes them one.
+
+A per-row or per-column scale belongs to some dimensions of the operand. :func:`shard_axes` follows them
+back to the shard: are they whole dimensions there, and does the gathered dimension belong to them?
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import fx
+
+from f8fx import ops
+
+from .operand import PERMUTES, SAME_ORDER, is_same, permutation, shape_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+c10d = torch.ops._c10d_functional
+
+all_gather = c10d.all_gather_into_tensor.default
+wait_tensor = c10d.wait_tensor.default
+
+CASTS = frozenset((prims.convert_element_type.default, aten._to_copy.default))
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+#: Operators a cast moves across: they keep the order of the elements, or permute dimensions.
+VIEWS = frozenset((*SAME_ORDER, aten.clone.default))
+_MOVEMENTS = frozenset(
+    (
+        *CASTS,
+        *VIEWS,
+        *PERMUTES,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        operator.getitem,
+        aten.cat.default,
+    )
+)
+_READERS = frozenset((ops.amax, ops.quantize, ops.quantize_both))
+
+Kind = Literal["cast", "view", "permute", "pad", "reassemble", "unpad"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One movement of a gathered tensor.
+
+    Attributes:
+        kind: what it does.
+        nodes: in graph order; the last one is the result.
+        dim: the gathered dimension, for ``reassemble`` and ``unpad``.
+    """
+
+    kind: Kind
+    nodes: tuple[fx.Node, ...]
+    dim: int = 0
+
+    @property
+    def result(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A node of the IR that reads a gathered tensor, and what stands between."""
+
+    node: fx.Node
+    source: fx.Node
+    wait: fx.Node
+    steps: tuple[Step, ...]
+
+    @property
+    def casts(self) -> tuple[torch.dtype, ...]:
+        """The roundings on the way."""
+        return tuple(step.result.meta["val"].dtype for step in self.steps if step.kind == "cast")
+
+    @property
+    def gathered_dim(self) -> int:
+        """The dimension of the shard that the gather makes longer."""
+        return next((step.dim for step in self.steps if step.kind == "reassemble"), 0)
+
+
+@dataclass
+class Gathered:
+    """Gathers of one value over one group.
+
+    Attributes:
+        nodes: the ``all_gather_into_tensor`` nodes, in graph order.
+        shard: what the first of them sends.
+        group: its last argument: a name, or a node that gives a process group.
+        group_size: number of ranks.
+        readers: amax and quantize nodes that read it.
+        others: every other node that does.
+    """
+
+    nodes: list[fx.Node]
+    shard: fx.Node
+    group: Any
+    group_size: int
+    readers: list[Reader] = field(default_factory=list)
+    others: list[fx.Node] = field(default_factory=list)
+
+
+def find_gathered(graph: fx.Graph) -> list[Gathered]:
+    """Every gathered tensor of the graph, in graph order, still without readers."""
+    found: dict[Hashable, Gathered] = {}
+    for node in graph.nodes:
+        if node.target is all_gather:
+            shard, size, group = node.args
+            gathered = found.setdefault((_value_key(shard), size, group), Gathered([], shard, group, size))
+            gathered.nodes.append(node)
+    return list(found.values())
+
+
+def find_readers(gathered: Gathered) -> None:
+    """Fills in who reads a gathered tensor as the graph is now."""
+    gathered.shard = gathered.nodes[0].args[0]  # type: ignore[assignment]
+    gathered.readers, gathered.others = [], []
+    for node in gathered.nodes:
+        for user in node.users:
+            if user.target is wait_tensor:
+                _walk(gathered, user, user, (), shape_of(gathered.shard))
+            else:
+                gathered.others.append(user)
+
+
+def _value_key(node: Any) -> Hashable:
+    """Equal for nodes that are the same views and casts of the same node."""
+    if isinstance(node, (list, tuple)):
+        return tuple(map(_value_key, node))
+    if not isinstance(node, fx.Node):
+        return type(node).__name__, node
+    if is_movement(node) or node.target in (all_gather, wait_tensor):
+        kwargs = tuple((name, _value_key(value)) for name, value in sorted(node.kwargs.items()))
+        return node.target, _value_key(node.args), kwargs
+    return node
+
+
+def is_movement(node: fx.Node) -> bool:
+    """Whether a node's result is elements of its input, moved or cast."""
+    return node.target in _MOVEMENTS or is_padding(node)
+
+
+def is_padding(node: fx.Node) -> bool:
+    """Whether a node adds zeros around a tensor."""
+    if node.target is not aten.constant_pad_nd.default:
+        return False
+    pads: Any = node.args[1]
+    value: Any = node.args[2] if len(node.args) > 2 else 0
+    return value == 0 and all(isinstance(pad, int) and pad >= 0 for pad in pads)
+
+
+def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, ...], shard: tuple) -> None:
+    """Collects what reads `node`, which is the gathered tensor after `steps`."""
+    moved = [step.kind for step in steps if step.kind != "cast"]
+    pieces: Step | None = None
+    for user in node.users:
+        if user.target in _READERS and user.args[0] is node and "f8fx" in user.meta:
+            gathered.readers.append(Reader(user, node, wait, steps))
+            continue
+        step = _step(node, user)
+        if step is None and not moved and node is wait:
+            step = _reassembled(node, user, gathered.group_size, shard)
+            if step is not None and step.nodes[0].target is aten.slice.Tensor:
+                if pieces is not None:
+                    continue  # all slices of one reassembly are one step
+                pieces = step
+        if step is None and moved in ([], ["reassemble"]):
+            step = _unpadded(node, user, steps)
+        if step is None:
+            gathered.others.append(user)
+        else:
+            _walk(gathered, wait, step.result, (*steps, step), shard)
+
+
+def _step(node: fx.Node, user: fx.Node) -> Step | None:
+    if user.target in VIEWS:
+        return Step("view", (user,))
+    if user.target in PERMUTES:
+        return Step("permute", (user,))
+    if is_padding(user):
+        return Step("pad", (user,))
+    if user.target in CASTS:
+        dtypes = {node.meta["val"].dtype, user.meta["val"].dtype}
+        return Step("cast", (user,)) if dtypes <= FLOATS else None
+    return None
+
+
+def _reassembled(wait: fx.Node, user: fx.Node, size: int, shard: tuple) -> Step | None:
+    """The step from shards stacked along dimension 0 to shards side by side along another one."""
+    if user.target is aten.split.Tensor:
+        chunk: Any = user.args[1]
+        dim = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
+        if dim != 0 or not is_same(chunk, shard[0]):
+            return None
+        pieces = sorted(user.users, key=lambda n: cast("int", n.args[1]))  # all are `getitem`
+        if [n.args[1] for n in pieces] != list(range(size)):
+            return None
+        head: tuple[fx.Node, ...] = (user,)
+    elif user.target is aten.slice.Tensor:
+        pieces = sorted((n for n in wait.users if n.target is aten.slice.Tensor), key=lambda n: n.args[2:3])
+        if not isinstance(shard[0], int):
+            return None
+        starts = [shard[0] * i for i in range(size)]
+        expected = [(0, start, start + shard[0]) for start in starts]
+        if [tuple(n.args[1:4]) for n in pieces] != expected or any(len(n.args) > 4 for n in pieces):
+            return None
+        head = ()
+    else:
+        return None
+    return _joined(head, pieces)
+
+
+def _joined(head: tuple[fx.Node, ...], pieces: Sequence[fx.Node]) -> Step | None:
+    """The step that ends in the one ``cat`` of all pieces in order."""
+    users = {user for piece in pieces for user in piece.users}
+    if len(users) != 1:
+        return None
+    cat = users.pop()
+    if cat.target is not aten.cat.default or list(cat.args[0]) != list(pieces):  # type: ignore[arg-type]
+        return None
+    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    rank = len(shape_of(cat))
+    return Step("reassemble", (*head, *pieces, cat), dim % rank)
+
+
+def _unpadded(node: fx.Node, user: fx.Node, steps: tuple[Step, ...]) -> Step | None:
+    """The step that drops the end of the gathered dimension."""
+    dim = next((step.dim for step in steps if step.kind == "reassemble"), 0)
+    if user.target is not aten.slice.Tensor or len(user.args) > 4 or user.kwargs:
+        return None
+    given: tuple[Any, ...] = user.args[1:]
+    defaults: tuple[Any, ...] = (0, 0, None)
+    slice_dim, start, end = given + defaults[len(given) :]
+    if slice_dim != dim or start != 0 or not isinstance(end, int):
+        return None
+    return Step("unpad", (user,), dim)
+
+
+# -- dimensions
+
+
+def shard_axes(reader: Reader, dim: int) -> list[frozenset[int]] | None:
+    """The dimensions that ``dim`` of the operand comes from, after each step and, first, in the shard.
+
+    ``None`` where a view cuts across them.
+    """
+    axes: frozenset[int] = frozenset((dim,))
+    found = [axes]
+    for step in reversed(reader.steps):
+        node = step.result
+        before = shape_of(node.all_input_nodes[0]) if step.kind in ("view", "permute") else ()
+        if step.kind == "permute":
+            order = permutation(node)
+            axes = frozenset(order[axis] for axis in axes)
+        elif step.kind == "view":
+            mapped = _through_view(axes, before, shape_of(node))
+            if mapped is None:
+                return None
+            axes = mapped
+        found.append(axes)
+    return found[::-1]
+
+
+def _through_view(axes: frozenset[int], before: tuple, after: tuple) -> frozenset[int] | None:
+    """The dimensions of the input that are those of the output, or None if they are not whole ones."""
+    if len(before) == len(after) and all(map(is_same, before, after)):
+        return axes
+    covered: set[int] = set()
+    sources: set[int] = set()
+    for left, right in _segments(before, after):
+        if left is None:
+            return None
+        inside = axes.intersection(right)
+        if inside:
+            if inside != right:
+                return None
+            sources |= left
+            covered |= inside
+    return frozenset(sources) if covered == axes else None
+
+
+def _segments(before: tuple, after: tuple) -> Iterator[tuple[frozenset[int] | None, frozenset[int]]]:
+    """Smallest groups of dimensions with equal numbers of elements; (None, ...) where sizes are unknown."""
+    ins = [i for i, size in enumerate(before) if not is_same(size, 1)]
+    outs = [i for i, size in enumerate(after) if not is_same(size, 1)]
+    i = j = 0
+    while i < len(ins) and j < len(outs):
+        left, right = [ins[i]], [outs[j]]
+        a, b = before[ins[i]], after[outs[j]]
+        i, j = i + 1, j + 1
+        while not is_same(a, b):
+            if not (isinstance(a, int) and isinstance(b, int)):
+                yield None, frozenset(right)
+                return
+            if a < b and i < len(ins):
+                a *= before[ins[i]]
+                left.append(ins[i])
+                i += 1
+            elif b < a and j < len(outs):
+                b *= after[outs[j]]
+                right.append(outs[j])
+                j += 1
+            else:
+                yield None, frozenset(right)
+                return
+        yield frozenset(left), frozenset(right)

@@ -1,0 +1,227 @@
+"""One gather, from high precision to float8: what :mod:`passes.collectives` does to those it moves.
+
+The cast goes to the shard, the amax over the group's ranks, and every movement between the gather and its
+readers is repeated on the float8 data. What was there is erased as far as nothing else reads it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from f8fx import ops
+
+from .commute import Copy, Move, Use, reduced_dim
+from .fake import set_value_by_layout
+from .gather import Reader, all_gather, shard_axes, wait_tensor
+from .operand import shape_of
+from .reduction import Reduction, insert_reduction
+from .rewrite import MARKS, Inserter
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Rewrite:
+    """The nodes of one gather.
+
+    Args:
+        move: what travels.
+        as_bytes: whether as a uint8 view.
+    """
+
+    def __init__(self, graph: fx.Graph, move: Move, as_bytes: bool) -> None:
+        self.graph = graph
+        self.gathered = move.gathered
+        self.copies = move.copies
+        self.as_bytes = as_bytes
+        self.anchor = move.gathered.nodes[0]
+        self.reductions: list[Reduction] = []
+
+    def run(self) -> list[Reduction]:
+        old = {node for gathered in self.gathered.nodes for node in (gathered, *gathered.users)}
+        for reader in self.gathered.readers:
+            old |= {reader.node, *(node for step in reader.steps for node in step.nodes)}
+            if reader.node.target is ops.quantize_both:
+                old |= {*reader.node.users}
+        for copy in self.copies:
+            old |= {*copy.scales}
+            self._move(copy)
+        while unused := [node for node in old if not node.users]:
+            for node in unused:
+                self.graph.erase_node(node)
+                old.remove(node)
+        return self.reductions
+
+    # -- on the shard
+
+    def _move(self, copy: Copy) -> None:
+        local = self._inserter(self.anchor, copy.uses[0].reader)
+        source = self.gathered.shard
+        for dtype in copy.casts:
+            source = local(prims.convert_element_type.default, source, dtype)
+        matrix, dim = self._matrix(local, source, copy)
+        once = self._inserter(self.anchor, copy.amax, once=True)
+        amax = once(ops.amax, matrix, dim)
+        if not copy.local:
+            reduction = insert_reduction(once, amax, self.gathered.group)
+            self.reductions.append(reduction)
+            amax = reduction.result
+        copy.amax.node.replace_all_uses_with(amax)
+        self._hoist(copy.scale, amax)
+        readers_of = {scale: [*scale.users] for scale in copy.scales}
+        data = self._inserter(self.anchor, copy.uses[0].reader, cast=True)(
+            ops.quantize, matrix, copy.scale, dtype=copy.dtype, dim=dim, transpose=False, align=[1, 1]
+        )
+        for scale, reader in copy.scales.items():
+            whole = copy.scale if copy.axes is None else self._whole_scale(local, copy, reader)
+            for user in readers_of[scale]:
+                user.replace_input_with(scale, whole)
+        self._gather(local, copy, data)
+
+    def _inserter(self, anchor: fx.Node, reader: Reader, once: bool = False, cast: bool = False) -> Inserter:
+        """Inserts for a reader at an anchor, with the anchor's checkpointing marks: what was redone still is.
+
+        Args:
+            once: without marks: a reduction over ranks costs more than saving a number.
+            cast: leave it to :mod:`passes.tags`, like any other cast.
+        """
+        provenance = replace(reader.node.meta["f8fx"], inserted_by="collectives", is_result=not cast)
+        return Inserter(self.graph, anchor, provenance, marked=not once)
+
+    def _matrix(self, insert: Inserter, source: fx.Node, copy: Copy) -> tuple[fx.Node, int | None]:
+        """The shard as a matrix, and the dimension of it that the amax runs over."""
+        shape = shape_of(source)
+        if copy.axes is None:
+            if len(shape) == 2:
+                return source, None
+            columns = insert.size(source, len(shape) - 1)
+            return insert(aten.reshape.default, source, [-1, columns]), None
+        inner = 0 not in copy.axes
+        if len(shape) == 2:
+            return source, 1 if inner else 0
+        split = min(copy.axes) if inner else len(copy.axes)
+        columns = 1
+        for size in shape[split:]:
+            columns *= size
+        return insert(aten.reshape.default, source, [-1, columns]), 1 if inner else 0
+
+    def _hoist(self, scale: fx.Node, amax: fx.Node) -> None:
+        """Moves a scale, and what it takes to get there from the amax, to where the shard is cast."""
+        chain = [scale]
+        while (source := chain[-1].all_input_nodes[0]) is not amax:
+            chain.append(source)
+        for node in reversed(chain):
+            self.anchor.prepend(node)
+            set_value_by_layout(node)
+            for mark in MARKS:
+                node.meta.pop(mark, None)
+            node.meta["f8fx"] = replace(node.meta["f8fx"], is_result=True)
+
+    # -- after the gather
+
+    def _whole_scale(self, insert: Inserter, copy: Copy, reader: Reader) -> fx.Node:
+        """The scales of all ranks in the order of the rows or columns of what a reader reads."""
+        dim = reduced_dim(reader)
+        assert copy.axes is not None and dim is not None
+        per_step = shard_axes(reader, dim)
+        assert per_step is not None
+        shape = [1 if axis in copy.axes else size for axis, size in enumerate(shape_of(self.gathered.shard))]
+        scale = copy.scale
+        if copy.local:
+            scale = insert(aten.reshape.default, scale, shape)
+            scale = insert(all_gather, scale, self.gathered.group_size, self.gathered.group)
+            scale = insert(wait_tensor, scale)
+            scale = self._side_by_side(insert, scale, shape[0], reader.gathered_dim)
+        else:
+            scale = insert(aten.reshape.default, scale, shape)
+        for step, axes in zip(reader.steps, per_step[1:], strict=True):
+            call = cast("Callable[..., Any]", step.result.target)
+            if step.kind == "permute":
+                scale = insert(call, scale, *step.result.args[1:])
+            elif step.kind == "view":
+                sizes = [1 if axis in axes else size for axis, size in enumerate(shape_of(step.result))]
+                scale = insert(aten.reshape.default, scale, sizes)
+            elif step.kind == "unpad" and step.dim not in axes:
+                scale = insert(call, scale, *step.result.args[1:])
+        return insert(aten.reshape.default, scale, [-1])
+
+    def _side_by_side(self, insert: Inserter, stacked: fx.Node, rows: int, dim: int) -> fx.Node:
+        if dim == 0:
+            return stacked
+        split = insert(aten.split.Tensor, stacked, rows)
+        pieces = [insert(operator.getitem, split, i) for i in range(self.gathered.group_size)]
+        return insert(aten.cat.default, pieces, dim)
+
+    def _gather(self, insert: Inserter, copy: Copy, data: fx.Node) -> None:
+        shape = shape_of(self.gathered.shard)
+        if len(shape) != 2:
+            sizes = [insert.size(self.gathered.shard, axis) for axis in range(len(shape))]
+            data = insert(aten.reshape.default, data, sizes)
+        if self.as_bytes:
+            data = insert(aten.view.dtype, data, torch.uint8)
+        data = insert(all_gather, data, self.gathered.group_size, self.gathered.group)
+        waited: dict[fx.Node, fx.Node] = {}
+        for use in copy.uses:
+            if use.reader.wait not in waited:
+                waited[use.reader.wait] = self._inserter(use.reader.wait, use.reader)(wait_tensor, data)
+        for use in copy.uses:
+            use.result.replace_all_uses_with(self._operand(copy, use, dict(waited)))
+
+    def _target(self, copy: Copy, node: fx.Node) -> Any:
+        """The operator of a movement, for the float8 copy."""
+        # Inductor would fuse gather and gemm, and then reject the scales: the fused operator takes a vector of them
+        # only beside a gathered matrix (`_check_and_verify_fp8_all_gather_scale_mode`, torch 2.11 to 2.15).
+        # It looks for `view`; this one is the same
+        stacked = copy.axes is not None and len(shape_of(self.gathered.shard)) > 2
+        return aten._unsafe_view.default if stacked and node.target is aten.view.default else node.target
+
+    def _pad(self, copy: Copy, reader: Reader, node: fx.Node, now: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Zeros around the float8 copy: bytes, as float8 has no such operator everywhere, and a zero byte is +0."""
+        insert = self._inserter(node, reader)
+        data = now[node.args[0]]  # type: ignore[index]
+        if self.as_bytes:
+            return insert(aten.constant_pad_nd.default, data, node.args[1], 0)
+        padded = insert(
+            aten.constant_pad_nd.default, insert(aten.view.dtype, data, torch.uint8), node.args[1], 0
+        )
+        return insert(aten.view.dtype, padded, copy.dtype)
+
+    def _operand(self, copy: Copy, use: Use, now: dict[fx.Node, fx.Node]) -> fx.Node:
+        """What a use reads now: the gathered float8 data, moved as the gathered tensor was."""
+        reader = use.reader
+        current = reader.wait
+        for step in reader.steps:
+            if step.kind == "cast":
+                now[step.result] = now[step.nodes[0].args[0]]  # type: ignore[index]
+            elif step.kind == "pad":
+                now[step.result] = self._pad(copy, reader, step.result, now)
+            else:
+                for node in step.nodes:
+                    insert = self._inserter(node, reader)
+                    args = fx.map_arg(node.args, lambda n: now.get(n, n))
+                    now[node] = insert(self._target(copy, node), *args, **node.kwargs)  # type: ignore
+            current = step.result
+        data = now[current]
+        insert = self._inserter(reader.node, reader)
+        if self.as_bytes:
+            data = insert(aten.view.dtype, data, copy.dtype)
+        if not use.transpose and use.align == (1, 1) and data.meta["val"].is_contiguous():
+            return data
+        device = data.meta["val"].device
+        insert = self._inserter(reader.node, reader, cast=True)
+        one = insert(aten.full.default, [], 1.0, dtype=torch.float32, device=device, pin_memory=False)
+        return insert(
+            ops.quantize,
+            data,
+            one,
+            dtype=copy.dtype,
+            dim=None,
+            transpose=use.transpose,
+            align=list(use.align),
+        )

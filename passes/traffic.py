@@ -1,0 +1,48 @@
+"""What a graph sends over each process group: what ranks must agree on. Only looks.
+
+A collective hangs unless every rank of its group joins in the same one. So whatever a pass decides about gathers,
+it must decide alike on all ranks. :func:`traffic` writes down, for each group, the gathers of the graph as they
+were and what is sent instead; :mod:`f8fx.agreement` compares it between ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from f8fx.report import Traffic
+from f8fx.torch_private import group_ranks
+
+from .describe import kind
+from .gather import all_gather
+
+all_reduce = torch.ops._c10d_functional.all_reduce.default
+
+#: Text of the collectives sent over each group.
+Sent = Mapping[Any, tuple[str, ...]]
+
+
+def gathers(graph: fx.Graph) -> Sent:
+    """The all-gathers over each group, and the reductions that passes inserted, in graph order.
+
+    Shapes of gathered tensors are global: they are the same on all ranks, also where shards are not.
+    """
+    found: dict[Any, list[str]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.target is all_gather or (node.target is all_reduce and "f8fx" in node.meta):
+            name = node.target.overloadpacket.__name__
+            found[node.args[-1]].append(f"{name} {kind(node.meta['val'])}")
+    return {group: tuple(texts) for group, texts in found.items()}
+
+
+def traffic(before: Sent, after: Sent) -> list[Traffic]:
+    """For each group with gathers, what was sent over it and what is."""
+    return [
+        Traffic(group_ranks(group), texts, after.get(group, ()))
+        for group, texts in before.items()
+        if len(group_ranks(group)) > 1
+    ]

@@ -1,0 +1,73 @@
+"""The README's examples of collectives, run on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from f8fx import f8fx, recording
+from tests.distributed import examples
+from tests.distributed.ranks import outcome_fixture
+from tests.helpers import bf16, randn, sqnr
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(64, 128, bias=False, dtype=bf16)
+        self.up = nn.Linear(64, 128, bias=False, dtype=bf16)
+        self.down = nn.Linear(128, 64, bias=False, dtype=bf16)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def run(example):
+    """Runs an example as written, but with an executor that compiles fast and everything converted."""
+    options = {"executor": "eager", "select": "all", "strict": True}
+    plain = torch.compile
+    try:
+        torch.compile = lambda model, backend: plain(model, backend=f8fx, options=options, fullgraph=True)
+        model = example(Gate())
+    finally:
+        torch.compile = plain
+    with recording() as reports:
+        model(randn(2, 16, 64)).sum().backward()
+    (report,) = reports
+    assert report.converted == report.total == 9
+    return [gather.moved for gather in report.gathers]
+
+
+def check_simple_fsdp():
+    assert run(examples.simple_fsdp) == [True] * 3
+
+
+def check_tensor_parallel():
+    assert run(examples.tensor_parallel) == [True] * 2
+
+
+def check_graph_trainer():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def layer(x, w):
+        c10d = torch.ops._c10d_functional
+        return x @ c10d.wait_tensor(c10d.all_gather_into_tensor(w, 2, "0")).t()
+
+    x, w = randn(16, 64, grad=False), randn(24, 64, grad=False, seed=torch.distributed.get_rank())
+    joint = make_fx(layer, tracing_mode="fake")(x, w)
+    wanted = joint(x, w)
+    report = examples.graph_trainer(joint)
+    assert report.line() == "f8fx: 1 of 1 matmuls in float8 (tensorwise); 1 of 1 gathers in float8"
+    assert sqnr(wanted, joint(x, w)) > 20  # of float8 against bf16
+
+
+CHECKS = [check_simple_fsdp, check_tensor_parallel, check_graph_trainer]
+outcome = outcome_fixture(2, CHECKS)
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_two_ranks(outcome, check):
+    assert check not in outcome, outcome[check]

@@ -1,0 +1,279 @@
+"""Tensor and sequence parallelism: activations and their gradients are gathered in float8, with the bits of bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from f8fx import recording
+from tests.distributed.ranks import Sent, outcome_fixture, simple_fsdp
+from tests.helpers import bf16, compiled, randn
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.gate = nn.Linear(64, 128, bias=False)
+        self.up = nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([FeedForward(), FeedForward()])
+        self.to(bf16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+SEQUENCE = Shard(1)
+
+
+def parallel(model, mesh):
+    """Activations sharded along the sequence between layers, features inside."""
+    for layer in model.layers:
+        plan = {
+            "norm": SequenceParallel(),
+            "gate": ColwiseParallel(input_layouts=SEQUENCE),
+            "up": ColwiseParallel(input_layouts=SEQUENCE),
+            "down": RowwiseParallel(output_layouts=SEQUENCE),
+        }
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+class Gate(nn.Module):
+    def __init__(self, residual):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(64, 128, bias=False, dtype=bf16)
+        self.up = nn.Linear(64, 128, bias=False, dtype=bf16)
+        self.down = nn.Linear(128, 64, bias=False, dtype=bf16)
+        self.residual = residual
+
+    def forward(self, x):
+        y = self.down(F.silu(self.gate(x)) * self.up(x))
+        return x + y if self.residual else y
+
+
+def steps(model, seed, **options):
+    """Outputs, gradients and weights of three steps on this rank's part of the sequence."""
+    step = compiled(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    found = {}
+    for index in range(3):
+        x = randn(2, 16, 64, seed=10 * seed + index)
+        y = step(x)
+        y.backward(randn(2, 16, 64, grad=False, seed=1000 + 10 * seed + index))
+        found |= {f"output {index}": y.detach(), f"input grad {index}": x.grad}
+        found |= {f"{n} grad {index}": local(p.grad) for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {n: local(p.detach()) for n, p in model.named_parameters()}
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert value.isfinite().all(), name
+        assert torch.equal(value, wanted[name]), name
+
+
+def compare(make, moved, **options):
+    """float8 gathers == high-precision gathers of the same float8 model, to the bit."""
+    seed = dist.get_rank()
+    with recording() as reports:
+        found = steps(make(), seed, **options)
+    gathers = [gather for report in reports for gather in report.gathers]
+    assert sum(gather.moved for gather in gathers) == moved, gathers
+    assert_same(found, steps(make(), seed, wire="off", **options))
+
+
+def tp_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def check_sequence_parallel():
+    """Two layers, an activation and a gradient each."""
+    compare(lambda: parallel(Net(), tp_mesh()), moved=4)
+
+
+def prepared(residual):
+    """A module whose input is gathered once, for all in it."""
+    model = nn.Sequential(Gate(residual))
+    plan = {
+        "0": PrepareModuleInput(
+            input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=True
+        ),
+        "0.gate": ColwiseParallel(),
+        "0.up": ColwiseParallel(),
+        "0.down": RowwiseParallel(output_layouts=Replicate() if residual else SEQUENCE),
+    }
+    return parallelize_module(model, tp_mesh(), plan)
+
+
+def check_prepare_module_input():
+    """The input of two layers, and the gradient of the output."""
+    compare(lambda: prepared(residual=False), moved=2)
+
+
+def check_prepare_module_input_that_is_also_added():
+    with recording() as reports:
+        compiled(prepared(residual=True))(randn(2, 16, 64))
+    (gather,) = reports[0].gathers
+    assert not gather.moved and gather.reason == "also read in high precision"
+
+
+def check_rowwise_in_inference():
+    """Rows are local to a shard of the sequence: data and scales travel, and nothing is reduced."""
+    model = parallel(Net(), tp_mesh())
+    x = randn(2, 16, 64, grad=False, seed=dist.get_rank())
+    with torch.no_grad(), recording() as reports:
+        found = compiled(model, recipe="rowwise")(x)
+        assert torch.equal(found, compiled(model, recipe="rowwise", wire="off")(x))
+    assert [gather.moved for gather in reports[0].gathers] == [True, True]
+
+
+def check_rowwise_training_stays():
+    """Rows in the forward, columns in the backward: two float8 copies are as many bytes as bf16."""
+    with recording() as reports:
+        steps(parallel(Net(), tp_mesh()), 0, recipe="rowwise")
+    gathers = [gather for report in reports for gather in report.gathers]
+    assert {gather.reason for gather in gathers} == {"its readers need different float8 copies"}
+
+
+def check_bytes_sent():
+    sent = {}
+    for wire in ("off", "auto"):
+        step = compiled(parallel(Net(), tp_mesh()), wire=wire)
+        for _ in range(2):
+            with Sent() as sent[wire]:
+                step(randn(2, 16, 64)).sum().backward()
+    before, after = sent["off"], sent["auto"]
+    half = before.bytes["all_gather_into_tensor", bf16] // 2
+    assert after.bytes["all_gather_into_tensor", torch.uint8] == half > 0
+    assert ("all_gather_into_tensor", bf16) not in after.bytes
+    # the activation of one layer depends on that of the one before: a reduction each
+    assert after.calls["all_reduce", torch.int32] == 4
+
+
+CHECKS = [value for name, value in dict(globals()).items() if name.startswith("check_")]
+outcome = outcome_fixture(2, CHECKS)
+
+
+# -- a mesh of two dimensions
+
+
+def meshes():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+class Gathered(torch.autograd.Function):
+    """A shard of rows in, all rows out; gradients the other way."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return funcol.all_gather_tensor(x, 0, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return funcol.reduce_scatter_tensor(grad, "sum", 0, ctx.group), None
+
+
+class OnBoth(nn.Module):
+    """Weights sharded over ``dp`` and gathered there; activations sharded over ``tp`` and gathered there."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(mesh.get_local_rank("tp"))  # every rank of `tp` has its own columns
+        self.up = nn.Linear(64, 96, bias=False, dtype=bf16)
+        self.down = nn.Linear(96, 64, bias=False, dtype=bf16)
+        simple_fsdp(self, mesh["dp"])
+        self.tp = mesh.get_group("tp")
+
+    def forward(self, x):
+        h = F.silu(self.up(Gathered.apply(x.sin(), self.tp)))
+        return funcol.reduce_scatter_tensor_autograd(self.down(h), "sum", 0, self.tp)
+
+
+def steps_of_both(**options):
+    mesh = meshes()
+    model = OnBoth(mesh)
+    rank = dist.get_rank()
+    x, grad = randn(16, 64, seed=rank), randn(16, 64, grad=False, seed=100 + rank)
+    with recording() as reports:
+        y = compiled(model, **options)(x)
+        y.backward(grad)
+    found = {"output": y.detach(), "input": x.grad}
+    return found | {n: local(p.grad) for n, p in model.named_parameters()}, reports[0]
+
+
+def check_weights_over_one_dimension_and_activations_over_the_other():
+    """Each amax is reduced over the group of its gather: the other one would give other scales."""
+    found, report = steps_of_both()
+    assert [gather.moved for gather in report.gathers] == [True] * len(report.gathers)
+    assert {len(traffic.ranks) for traffic in report.traffic} == {2} and len(report.traffic) == 2
+    assert_same(found, steps_of_both(wire="off")[0])
+
+
+def check_weights_over_both_dimensions():
+    """Sharded twice, gathered twice, reduced twice."""
+
+    def outcome(**options):
+        torch.manual_seed(0)
+        model = simple_fsdp(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).to(bf16), meshes())
+        x = randn(16, 64, seed=dist.get_rank())
+        with recording() as reports:
+            y = compiled(model, **options)(x)
+            y.sum().backward()
+        found = {"output": y.detach(), "input": x.grad}
+        return found | {n: local(p.grad) for n, p in model.named_parameters()}, reports[0]
+
+    found, report = outcome()
+    assert sum(gather.moved for gather in report.gathers) == 4, report.gathers
+    assert_same(found, outcome(wire="off")[0])
+
+
+MESH_CHECKS = [
+    check_weights_over_one_dimension_and_activations_over_the_other,
+    check_weights_over_both_dimensions,
+]
+mesh_outcome = outcome_fixture(4, MESH_CHECKS)
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_two_ranks(outcome, check):
+    assert check not in outcome, outcome[check]
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in MESH_CHECKS])
+def test_four_ranks(mesh_outcome, check):
+    assert check not in mesh_outcome, mesh_outcome[check]

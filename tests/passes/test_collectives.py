@@ -1,0 +1,1043 @@
+"""*collectives*: which gathers carry float8, and which stay as they were."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy
+
+import f8fx
+from f8fx import ops
+from f8fx.passes import Collectives, Pipeline, check, describe
+from f8fx.passes.rewrite import Provenance
+from f8fx.report import GraphReport, Traffic
+from f8fx.show import print_report
+from f8fx.torch_private import fake_tensor_mode
+from tests.helpers import bf16
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+GATHER = "all_gather_into_tensor("
+
+
+@pytest.fixture(autouse=True)
+def four_ranks():
+    """A process group of four that only exists on paper; this is its rank 1."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+#: Converts float32 matmuls too.
+F32 = replace(f8fx.Recipe.named("tensorwise"), convert_dtypes=(bf16, torch.float16, torch.float32))
+
+
+def gather(x, group="0", size=4):
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, size, group))
+
+
+def graph_of(fn, *shapes, dtype=bf16):
+    """The aten graph of a function of tensors, traced without running anything."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with fake_tensor_mode():
+        args = [torch.empty(*shape, dtype=dtype) for shape in shapes]
+    graph = make_fx(fn, tracing_mode="real")(*args).graph
+    graph.eliminate_dead_code()
+    return graph
+
+
+def passed(graph, recipe="tensorwise", wire="auto"):
+    """Runs all passes on a graph; what they report."""
+    options = f8fx.Options.parse({"select": "all", "recipe": recipe})
+    pipeline = Pipeline(
+        options.recipe, options.policy(), debug=True, rowwise_scales=lambda device: "torchao", wire=wire
+    )
+    report = pipeline(graph)
+    check(graph, "collectives")
+    return report
+
+
+def rewritten(fn, *shapes, dtype=bf16, recompute=False, **kwargs):
+    """The graph after all passes, and what they report.
+
+    Args:
+        recompute: gathers are marked to be redone in the backward.
+    """
+    graph = graph_of(fn, *shapes, dtype=dtype)
+    for node in graph.nodes:
+        if recompute and node.target in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default):
+            node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1}
+    report = passed(graph, **kwargs)
+    assert [*reversed([*reversed(graph.nodes)])] == [*graph.nodes]  # the list is whole, both ways
+    for node in [*reversed(graph.nodes)]:
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    return describe(graph), report
+
+
+def assert_moves(fn, *shapes, **kwargs):
+    """Every gather carries float8; the graph's text."""
+    text, report = rewritten(fn, *shapes, **kwargs)
+    assert report.gathers and all(g.moved for g in report.gathers), report.gathers
+    assert "bf16" not in "".join(line for line in text.splitlines() if GATHER in line)
+    return text
+
+
+def assert_stays(reason, fn, *shapes, **kwargs):
+    """No gather is touched: the graph is that of the pass turned off. And the reason is on record."""
+    text, report = rewritten(fn, *shapes, **kwargs)
+    assert [g.moved for g in report.gathers] == [False] * len(report.gathers)
+    assert reason in [(g.reason, g.detail) for g in report.gathers], report.gathers
+    kwargs["wire"] = "off"
+    assert text == rewritten(fn, *shapes, **kwargs)[0]
+
+
+def layer(x, w, tangents):
+    """Forward and backward of ``x @ w.T``."""
+    return x @ w.t(), tangents @ w, tangents.t() @ x
+
+
+def side_by_side(x, dim):
+    """A tensor gathered along a dimension that is not the first."""
+    return torch.cat(torch.split(gather(x), x.shape[0]), dim)
+
+
+class TestMoves(TestCase):
+    """One test for each thing that may stand between a gather and a cast."""
+
+    maxDiff = None
+
+    def test_weight_sharded_by_rows(self):
+        text, _ = rewritten(lambda x, w: x @ gather(w).t(), (16, 64), (24, 64))
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[24,64]
+amax: f32[] = f8fx.amax(w_1, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[24,64] = f8fx.quantize(w_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[96,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[96,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(wait_tensor_1, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_forward_and_backward_read_one_copy(self):
+        """The transposed copy for the backward is made from the gathered float8 data."""
+        text, _ = rewritten(
+            lambda x, w, tangents: layer(x, gather(w), tangents), (16, 64), (24, 64), (16, 96)
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[24,64]
+tangents_1: bf16[16,96]
+amax: f32[] = f8fx.amax(w_1, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[24,64] = f8fx.quantize(w_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[96,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[96,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(wait_tensor_1, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+amax_2: f32[] = f8fx.amax(tangents_1, None)
+scale_2: f32[] = f8fx.scale(amax_2, dtype=e5m2, power_of_2=False)
+quantize_both: (e5m2[16,96], e5m2[96,16]) = f8fx.quantize_both(tangents_1, scale_2, scale_2, dtype=e5m2, align=[1, 1], align_t=[1, 1])
+getitem: e5m2[16,96] = getitem(quantize_both, 0)
+getitem_1: e5m2[96,16] = getitem(quantize_both, 1)
+reciprocal_2: f32[] = reciprocal(scale_2)
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+quantize_2: e4m3[64,96] = f8fx.quantize(wait_tensor_1, full, dtype=e4m3, transpose=True, align=[1, 1])
+permute_1: e4m3[96,64] = permute(quantize_2, [1, 0])
+scaled_mm_1: bf16[16,64] = _scaled_mm(getitem, permute_1, reciprocal_2, reciprocal_1, None, None, bf16, False)
+quantize_3: e4m3[64,16] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=True, align=[1, 1])
+permute_2: e4m3[16,64] = permute(quantize_3, [1, 0])
+scaled_mm_2: bf16[96,64] = _scaled_mm(getitem_1, permute_2, reciprocal_2, reciprocal, None, None, bf16, False)
+return [scaled_mm, scaled_mm_1, scaled_mm_2]""",
+        )
+
+    def test_weight_sharded_by_columns(self):
+        text, _ = rewritten(lambda x, w: x @ side_by_side(w, 1).t(), (16, 64), (96, 16))
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[96,16]
+amax: f32[] = f8fx.amax(w_1, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[96,16] = f8fx.quantize(w_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[384,16] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[384,16] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split: (e4m3[96,16], e4m3[96,16], e4m3[96,16], e4m3[96,16]) = split(wait_tensor_1, 96)
+getitem: e4m3[96,16] = getitem(split, 0)
+getitem_1: e4m3[96,16] = getitem(split, 1)
+getitem_2: e4m3[96,16] = getitem(split, 2)
+getitem_3: e4m3[96,16] = getitem(split, 3)
+cat: e4m3[96,64] = cat([getitem, getitem_1, getitem_2, getitem_3], 1)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(cat, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_slices_instead_of_split(self):
+        def f(x, w):
+            whole = gather(w)
+            return x @ torch.cat([whole[96 * i : 96 * i + 96] for i in range(4)], 1).t()
+
+        text, _ = rewritten(f, (16, 64), (96, 16))
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[96,16]
+amax: f32[] = f8fx.amax(w_1, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[96,16] = f8fx.quantize(w_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[384,16] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[384,16] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+slice: e4m3[96,16] = slice(wait_tensor_1, 0, 0, 96)
+slice_1: e4m3[96,16] = slice(wait_tensor_1, 0, 96, 192)
+slice_2: e4m3[96,16] = slice(wait_tensor_1, 0, 192, 288)
+slice_3: e4m3[96,16] = slice(wait_tensor_1, 0, 288, 384)
+cat: e4m3[96,64] = cat([slice, slice_1, slice_2, slice_3], 1)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(cat, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_uneven_shards(self):
+        """90 rows over 4 ranks are 23, 23, 23 and 21 padded to 23; the gemm wants 96."""
+        text, _ = rewritten(lambda x, w: x @ gather(w)[:90].t(), (16, 64), (23, 64))
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[23,64]
+amax: f32[] = f8fx.amax(w_1, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[23,64] = f8fx.quantize(w_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[92,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[92,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+slice: e4m3[90,64] = slice(wait_tensor_1, 0, 0, 90)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+quantize_2: e4m3[96,64] = f8fx.quantize(slice, full, dtype=e4m3, transpose=False, align=[16, 1])
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(quantize_2, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+slice_1: bf16[16,90] = slice(scaled_mm, 1, 0, 90)
+clone: bf16[16,90] = clone(slice_1, memory_format=torch.contiguous_format)
+return clone""",
+        )
+
+    def test_cast_after_the_gather(self):
+        text, _ = rewritten(
+            lambda x, w: x.to(bf16) @ gather(w).to(bf16).t(), (16, 64), (24, 64), dtype=torch.float32
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: f32[16,64]
+w_1: f32[24,64]
+convert_element_type: bf16[24,64] = prims.convert_element_type(w_1, bf16)
+amax: f32[] = f8fx.amax(convert_element_type, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[24,64] = f8fx.quantize(convert_element_type, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[96,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[96,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(wait_tensor_1, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_cast_before_the_gather(self):
+        text, _ = rewritten(
+            lambda x, w: x.to(bf16) @ gather(w.to(bf16)).t(), (16, 64), (24, 64), dtype=torch.float32
+        )
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: f32[16,64]
+w_1: f32[24,64]
+_to_copy: bf16[24,64] = _to_copy(w_1, dtype=bf16)
+amax: f32[] = f8fx.amax(_to_copy, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[24,64] = f8fx.quantize(_to_copy, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[96,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[96,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(wait_tensor_1, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_sequence_parallel_activation(self):
+        """Gathered along dimension 1 of three, then seen as a matrix."""
+
+        def f(x, w):
+            return (side_by_side(x, 1).view(64, 64) @ w.t()).view(2, 32, 32)
+
+        text, _ = rewritten(f, (2, 8, 64), (32, 64))
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[2,8,64]
+w_1: bf16[32,64]
+reshape: bf16[16,64] = reshape(x_1, [-1, 64])
+amax: f32[] = f8fx.amax(reshape, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,64] = f8fx.quantize(reshape, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reshape_1: e4m3[2,8,64] = reshape(quantize, [2, 8, 64])
+all_gather_into_tensor: e4m3[8,8,64] = _c10d_functional.all_gather_into_tensor(reshape_1, 4, 0)
+wait_tensor_1: e4m3[8,8,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split: (e4m3[2,8,64], e4m3[2,8,64], e4m3[2,8,64], e4m3[2,8,64]) = split(wait_tensor_1, 2)
+getitem: e4m3[2,8,64] = getitem(split, 0)
+getitem_1: e4m3[2,8,64] = getitem(split, 1)
+getitem_2: e4m3[2,8,64] = getitem(split, 2)
+getitem_3: e4m3[2,8,64] = getitem(split, 3)
+cat: e4m3[2,32,64] = cat([getitem, getitem_1, getitem_2, getitem_3], 1)
+view_2: e4m3[64,64] = view(cat, [64, 64])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(w_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[32,64] = f8fx.quantize(w_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[64,32] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[64,32] = _scaled_mm(view_2, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+view_3: bf16[2,32,32] = view(scaled_mm, [2, 32, 32])
+return view_3""",
+        )
+
+    def test_gradient_of_sequence_parallel_output(self):
+        """Row-major and transposed copies of a gathered gradient."""
+
+        def f(x, w, tangents):
+            y = x @ w.t()
+            whole = side_by_side(tangents, 1).view(64, 32)
+            return y, whole @ w, whole.t() @ x
+
+        text, _ = rewritten(f, (64, 64), (32, 64), (2, 8, 32))
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[64,64]
+w_1: bf16[32,64]
+tangents_1: bf16[2,8,32]
+amax: f32[] = f8fx.amax(x_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[64,64] = f8fx.quantize(x_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(w_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[32,64] = f8fx.quantize(w_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[64,32] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[64,32] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+reshape: bf16[16,32] = reshape(tangents_1, [-1, 32])
+amax_2: f32[] = f8fx.amax(reshape, None)
+view: i32[] = view(amax_2, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale_2: f32[] = f8fx.scale(view_1, dtype=e5m2, power_of_2=False)
+quantize_2: e5m2[16,32] = f8fx.quantize(reshape, scale_2, dtype=e5m2, transpose=False, align=[1, 1])
+reshape_1: e5m2[2,8,32] = reshape(quantize_2, [2, 8, 32])
+all_gather_into_tensor: e5m2[8,8,32] = _c10d_functional.all_gather_into_tensor(reshape_1, 4, 0)
+wait_tensor_1: e5m2[8,8,32] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split: (e5m2[2,8,32], e5m2[2,8,32], e5m2[2,8,32], e5m2[2,8,32]) = split(wait_tensor_1, 2)
+getitem: e5m2[2,8,32] = getitem(split, 0)
+getitem_1: e5m2[2,8,32] = getitem(split, 1)
+getitem_2: e5m2[2,8,32] = getitem(split, 2)
+getitem_3: e5m2[2,8,32] = getitem(split, 3)
+cat: e5m2[2,32,32] = cat([getitem, getitem_1, getitem_2, getitem_3], 1)
+view_2: e5m2[64,32] = view(cat, [64, 32])
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+quantize_3: e5m2[32,64] = f8fx.quantize(view_2, full, dtype=e5m2, transpose=True, align=[1, 1])
+reciprocal_2: f32[] = reciprocal(scale_2)
+quantize_4: e4m3[64,32] = f8fx.quantize(w_1, scale_1, dtype=e4m3, transpose=True, align=[1, 1])
+permute_1: e4m3[32,64] = permute(quantize_4, [1, 0])
+scaled_mm_1: bf16[64,64] = _scaled_mm(view_2, permute_1, reciprocal_2, reciprocal_1, None, None, bf16, False)
+quantize_5: e4m3[64,64] = f8fx.quantize(x_1, scale, dtype=e4m3, transpose=True, align=[1, 1])
+permute_2: e4m3[64,64] = permute(quantize_5, [1, 0])
+scaled_mm_2: bf16[32,64] = _scaled_mm(quantize_3, permute_2, reciprocal_2, reciprocal, None, None, bf16, False)
+return [scaled_mm, scaled_mm_1, scaled_mm_2]""",
+        )
+
+    def test_rowwise_scales_that_are_local_travel_with_the_data(self):
+        text, _ = rewritten(lambda x, w: x @ gather(w).t(), (16, 64), (24, 64), recipe="rowwise")
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[24,64]
+amax: f32[24] = f8fx.amax(w_1, 1)
+scale: f32[24] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
+quantize: e4m3[24,64] = f8fx.quantize(w_1, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reshape: f32[24,1] = reshape(scale, [24, 1])
+all_gather_into_tensor: f32[96,1] = _c10d_functional.all_gather_into_tensor(reshape, 4, 0)
+wait_tensor: f32[96,1] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+reshape_1: f32[96] = reshape(wait_tensor, [-1])
+all_gather_into_tensor_1: e4m3[96,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[96,64] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
+amax_1: f32[16] = f8fx.amax(x_1, 1)
+scale_1: f32[16] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=True)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal: f32[16] = reciprocal(scale_1)
+reciprocal_1: f32[96] = reciprocal(reshape_1)
+permute: e4m3[64,96] = permute(wait_tensor_1, [1, 0])
+as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
+as_strided_1: f32[1,96] = as_strided(reciprocal_1, [1, 96], [96, 1])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, as_strided, as_strided_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_rowwise_scales_of_uneven_shards(self):
+        text, _ = rewritten(lambda x, w: x @ gather(w)[:90].t(), (16, 64), (23, 64), recipe="rowwise")
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[23,64]
+amax: f32[23] = f8fx.amax(w_1, 1)
+scale: f32[23] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
+quantize: e4m3[23,64] = f8fx.quantize(w_1, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reshape: f32[23,1] = reshape(scale, [23, 1])
+all_gather_into_tensor: f32[92,1] = _c10d_functional.all_gather_into_tensor(reshape, 4, 0)
+wait_tensor: f32[92,1] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+slice: f32[90,1] = slice(wait_tensor, 0, 0, 90)
+reshape_1: f32[90] = reshape(slice, [-1])
+all_gather_into_tensor_1: e4m3[92,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[92,64] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
+slice_1: e4m3[90,64] = slice(wait_tensor_1, 0, 0, 90)
+amax_1: f32[16] = f8fx.amax(x_1, 1)
+scale_1: f32[16] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=True)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal: f32[16] = reciprocal(scale_1)
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+quantize_2: e4m3[96,64] = f8fx.quantize(slice_1, full, dtype=e4m3, transpose=False, align=[16, 1])
+reciprocal_1: f32[90] = reciprocal(reshape_1)
+permute: e4m3[64,96] = permute(quantize_2, [1, 0])
+as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
+constant_pad_nd: f32[96] = constant_pad_nd(reciprocal_1, [0, 6], 1.0)
+as_strided_1: f32[1,96] = as_strided(constant_pad_nd, [1, 96], [96, 1])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, as_strided, as_strided_1, None, None, bf16, True)
+slice_2: bf16[16,90] = slice(scaled_mm, 1, 0, 90)
+clone: bf16[16,90] = clone(slice_2, memory_format=torch.contiguous_format)
+return clone""",
+        )
+
+    def test_rowwise_scales_of_a_sequence_parallel_activation(self):
+        def f(x, w):
+            return (side_by_side(x, 1).view(64, 64) @ w.t()).view(2, 32, 32)
+
+        text, _ = rewritten(f, (2, 8, 64), (32, 64), recipe="rowwise")
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[2,8,64]
+w_1: bf16[32,64]
+reshape: bf16[16,64] = reshape(x_1, [-1, 64])
+amax: f32[16] = f8fx.amax(reshape, 1)
+scale: f32[16] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
+quantize: e4m3[16,64] = f8fx.quantize(reshape, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reshape_1: f32[2,8,1] = reshape(scale, [2, 8, 1])
+all_gather_into_tensor: f32[8,8,1] = _c10d_functional.all_gather_into_tensor(reshape_1, 4, 0)
+wait_tensor: f32[8,8,1] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split: (f32[2,8,1], f32[2,8,1], f32[2,8,1], f32[2,8,1]) = split(wait_tensor, 2)
+getitem: f32[2,8,1] = getitem(split, 0)
+getitem_1: f32[2,8,1] = getitem(split, 1)
+getitem_2: f32[2,8,1] = getitem(split, 2)
+getitem_3: f32[2,8,1] = getitem(split, 3)
+cat: f32[2,32,1] = cat([getitem, getitem_1, getitem_2, getitem_3], 1)
+reshape_2: f32[64,1] = reshape(cat, [64, 1])
+reshape_3: f32[64] = reshape(reshape_2, [-1])
+reshape_4: e4m3[2,8,64] = reshape(quantize, [2, 8, 64])
+all_gather_into_tensor_1: e4m3[8,8,64] = _c10d_functional.all_gather_into_tensor(reshape_4, 4, 0)
+wait_tensor_1: e4m3[8,8,64] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
+split_1: (e4m3[2,8,64], e4m3[2,8,64], e4m3[2,8,64], e4m3[2,8,64]) = split(wait_tensor_1, 2)
+getitem_4: e4m3[2,8,64] = getitem(split_1, 0)
+getitem_5: e4m3[2,8,64] = getitem(split_1, 1)
+getitem_6: e4m3[2,8,64] = getitem(split_1, 2)
+getitem_7: e4m3[2,8,64] = getitem(split_1, 3)
+cat_1: e4m3[2,32,64] = cat([getitem_4, getitem_5, getitem_6, getitem_7], 1)
+unsafe_view: e4m3[64,64] = _unsafe_view(cat_1, [64, 64])
+reciprocal: f32[64] = reciprocal(reshape_3)
+amax_1: f32[32] = f8fx.amax(w_1, 1)
+scale_1: f32[32] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=True)
+quantize_1: e4m3[32,64] = f8fx.quantize(w_1, scale_1, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal_1: f32[32] = reciprocal(scale_1)
+permute: e4m3[64,32] = permute(quantize_1, [1, 0])
+as_strided: f32[64,1] = as_strided(reciprocal, [64, 1], [1, 1])
+as_strided_1: f32[1,32] = as_strided(reciprocal_1, [1, 32], [32, 1])
+scaled_mm: bf16[64,32] = _scaled_mm(unsafe_view, permute, as_strided, as_strided_1, None, None, bf16, True)
+view: bf16[2,32,32] = view(scaled_mm, [2, 32, 32])
+return view""",
+        )
+
+    def test_rowwise_scales_across_shards_are_reduced(self):
+        """Rows are cut into pieces: each rank has a part of every row."""
+        text, _ = rewritten(lambda x, w: x @ side_by_side(w, 1).t(), (16, 64), (96, 16), recipe="rowwise")
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[96,16]
+amax: f32[96] = f8fx.amax(w_1, 1)
+view: i32[96] = view(amax, i32)
+bitwise_and: i32[96] = bitwise_and(view, 2147483647)
+all_reduce: i32[96] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[96] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[96] = view(wait_tensor, f32)
+scale: f32[96] = f8fx.scale(view_1, dtype=e4m3, power_of_2=True)
+quantize: e4m3[96,16] = f8fx.quantize(w_1, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reshape: f32[96,1] = reshape(scale, [96, 1])
+reshape_1: f32[96] = reshape(reshape, [-1])
+all_gather_into_tensor: e4m3[384,16] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[384,16] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split: (e4m3[96,16], e4m3[96,16], e4m3[96,16], e4m3[96,16]) = split(wait_tensor_1, 96)
+getitem: e4m3[96,16] = getitem(split, 0)
+getitem_1: e4m3[96,16] = getitem(split, 1)
+getitem_2: e4m3[96,16] = getitem(split, 2)
+getitem_3: e4m3[96,16] = getitem(split, 3)
+cat: e4m3[96,64] = cat([getitem, getitem_1, getitem_2, getitem_3], 1)
+amax_1: f32[16] = f8fx.amax(x_1, 1)
+scale_1: f32[16] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=True)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal: f32[16] = reciprocal(scale_1)
+reciprocal_1: f32[96] = reciprocal(reshape_1)
+permute: e4m3[64,96] = permute(cat, [1, 0])
+as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
+as_strided_1: f32[1,96] = as_strided(reciprocal_1, [1, 96], [96, 1])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, as_strided, as_strided_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_padded_after_the_gather(self):
+        def f(x, w):
+            return x @ aten.constant_pad_nd(gather(w), [0, 0, 0, 32], 0.0).t()
+
+        text = assert_moves(f, (16, 64), (24, 64))
+        movement = [line for line in text.splitlines() if "128,64" in line or "(wait_tensor_1" in line]
+        self.assertExpectedInline(
+            "\n".join(movement),
+            """\
+view_2: u8[96,64] = view(wait_tensor_1, u8)
+constant_pad_nd: u8[128,64] = constant_pad_nd(view_2, [0, 0, 0, 32], 0)
+view_3: e4m3[128,64] = view(constant_pad_nd, e4m3)""",
+        )
+        assert_stays(
+            ("padded after the gather, with rowwise scales", ""), f, (16, 64), (24, 64), recipe="rowwise"
+        )
+
+    def test_as_bytes(self):
+        text, _ = rewritten(lambda x, w: x @ side_by_side(w, 1).t(), (16, 64), (96, 16), wire="uint8")
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[16,64]
+w_1: bf16[96,16]
+amax: f32[] = f8fx.amax(w_1, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[96,16] = f8fx.quantize(w_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+view_2: u8[96,16] = view(quantize, u8)
+all_gather_into_tensor: u8[384,16] = _c10d_functional.all_gather_into_tensor(view_2, 4, 0)
+wait_tensor_1: u8[384,16] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split: (u8[96,16], u8[96,16], u8[96,16], u8[96,16]) = split(wait_tensor_1, 96)
+getitem: u8[96,16] = getitem(split, 0)
+getitem_1: u8[96,16] = getitem(split, 1)
+getitem_2: u8[96,16] = getitem(split, 2)
+getitem_3: u8[96,16] = getitem(split, 3)
+cat: u8[96,64] = cat([getitem, getitem_1, getitem_2, getitem_3], 1)
+amax_1: f32[] = f8fx.amax(x_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[16,64] = f8fx.quantize(x_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale_1)
+view_3: e4m3[96,64] = view(cat, e4m3)
+reciprocal_1: f32[] = reciprocal(scale)
+permute: e4m3[64,96] = permute(view_3, [1, 0])
+scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_all_weights_are_reduced_at_once(self):
+        def f(x, a, b, c):
+            return x @ gather(a).t(), x @ gather(b).t() + x @ gather(c).t()
+
+        text, _ = rewritten(f, (16, 64), (24, 64), (16, 64), (16, 64))
+        assert text.count("all_reduce(") == 1
+        self.assertExpectedInline(
+            text.split("scale:")[0],
+            """\
+x_1: bf16[16,64]
+a_1: bf16[24,64]
+b_1: bf16[16,64]
+c_1: bf16[16,64]
+amax: f32[] = f8fx.amax(a_1, None)
+amax_1: f32[] = f8fx.amax(b_1, None)
+amax_2: f32[] = f8fx.amax(c_1, None)
+reshape: f32[1] = reshape(amax, [1])
+reshape_1: f32[1] = reshape(amax_1, [1])
+reshape_2: f32[1] = reshape(amax_2, [1])
+cat: f32[3] = cat([reshape, reshape_1, reshape_2])
+view: i32[3] = view(cat, i32)
+bitwise_and: i32[3] = bitwise_and(view, 2147483647)
+all_reduce: i32[3] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[3] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[3] = view(wait_tensor, f32)
+slice: f32[1] = slice(view_1, 0, 0, 1)
+reshape_3: f32[] = reshape(slice, [])
+slice_1: f32[1] = slice(view_1, 0, 1, 2)
+reshape_4: f32[] = reshape(slice_1, [])
+slice_2: f32[1] = slice(view_1, 0, 2, 3)
+reshape_5: f32[] = reshape(slice_2, [])
+""",
+        )
+
+    def test_one_value_gathered_twice_is_gathered_once(self):
+        def f(x, a, b):
+            return side_by_side(x, 1).view(64, 64) @ a.t() + side_by_side(x, 1).view(64, 64) @ b.t()
+
+        text, report = rewritten(f, (2, 8, 64), (32, 64), (32, 64))
+        assert text.count(GATHER) == 1 and text.count("all_reduce(") == 1
+        assert len(report.gathers) == 1
+
+    def test_sharded_over_two_dimensions_of_a_mesh(self):
+        """Gathered over one group, then over another: the amax is reduced over both, and the cast is on the shard."""
+        first, second = (dist.new_group([0, 1, 2, 3]).group_name for _ in range(2))
+
+        def f(x, w):
+            return x @ gather(gather(w, first), second).t()
+
+        text = assert_moves(f, (16, 64), (8, 64))
+        text = text.replace(f"max, {first})", "max, first)").replace(f"max, {second})", "max, second)")
+        text = text.replace(f"4, {first})", "4, first)").replace(f"4, {second})", "4, second)")
+        self.assertExpectedInline(
+            text.split("amax_1:")[0],
+            """\
+x_1: bf16[16,64]
+w_1: bf16[8,64]
+amax: f32[] = f8fx.amax(w_1, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, first)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+view_2: i32[] = view(view_1, i32)
+bitwise_and_1: i32[] = bitwise_and(view_2, 2147483647)
+all_reduce_1: i32[] = _c10d_functional.all_reduce(bitwise_and_1, max, second)
+wait_tensor_1: i32[] = _c10d_functional.wait_tensor(all_reduce_1)
+view_3: f32[] = view(wait_tensor_1, f32)
+scale: f32[] = f8fx.scale(view_3, dtype=e4m3, power_of_2=False)
+quantize: e4m3[8,64] = f8fx.quantize(w_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[32,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, first)
+wait_tensor_2: e4m3[32,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+all_gather_into_tensor_1: e4m3[128,64] = _c10d_functional.all_gather_into_tensor(wait_tensor_2, 4, second)
+wait_tensor_3: e4m3[128,64] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
+""",
+        )
+
+    def test_reductions_of_two_groups_stay_two(self):
+        other = dist.new_group([0, 1, 2, 3]).group_name
+
+        def f(x, a, b):
+            return x @ gather(a).t(), x @ gather(b, other).t()
+
+        text = assert_moves(f, (16, 64), (24, 64), (24, 64))
+        assert text.count("all_reduce(") == 2
+
+    def test_reductions_of_forward_and_backward_stay_two(self):
+        """A gradient is an input of the joint graph, but it is not there when the forward starts."""
+
+        def f(x, w, tangents):
+            whole = gather(tangents)
+            return x @ gather(w).t(), whole.t() @ x
+
+        text = assert_moves(f, (64, 64), (8, 64), (16, 32))
+        assert text.count("all_reduce(") == 2
+
+    def test_reduction_of_what_is_computed_later_waits_for_it(self):
+        def f(x, a, b):
+            return gather(gather(x) @ gather(a).t()) @ b.t()
+
+        text = assert_moves(f, (16, 64), (16, 64), (32, 64))
+        # x and the weight at once; the result of their product later
+        assert [line.split(" =")[0] for line in text.splitlines() if "all_reduce(" in line] == [
+            "all_reduce: i32[2]",
+            "all_reduce_1: i32[]",
+        ]
+
+    def test_a_gather_that_is_redone_for_the_backward_is_two(self):
+        """Copies with scales of rows and of columns: two of one byte instead of bf16 twice."""
+
+        def f(x, w, tangents):
+            y, grad_input, _ = layer(x, gather(w), tangents)
+            return y, grad_input
+
+        kwargs = {"recipe": "rowwise"}
+        shapes = (16, 64), (24, 64), (16, 96)
+        assert_stays(("its readers need different float8 copies", "granularities"), f, *shapes, **kwargs)
+        text = assert_moves(f, *shapes, **kwargs, recompute=True)
+        gathers = [line.split(": ")[1].split(" =")[0] for line in text.splitlines() if GATHER in line]
+        assert gathers == ["f32[96,1]", "e4m3[96,64]", "e4m3[96,64]"]
+        # columns run across shards
+        assert [line.split(" =")[0] for line in text.splitlines() if "all_reduce(" in line] == [
+            "all_reduce: i32[64]"
+        ]
+
+
+def test_another_rank_pads_and_this_one_does_not():
+    """Rank 3 of four has 21 rows and a padding of two; the decision is that of the other ranks."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+
+    def f(x, w):
+        return x @ gather(aten.constant_pad_nd(w, [0, 0, 0, 2], 0.0))[:90].t()
+
+    assert_moves(f, (16, 64), (21, 64))
+    assert_moves(f, (16, 64), (21, 64), recipe="rowwise")
+
+
+def test_what_is_moved_stays_bucketable():
+    """Inductor joins the float8 gathers of a group into one."""
+    from torch._inductor.fx_passes.bucketing import bucket_all_gather
+
+    def f(x, a, b):
+        return x @ gather(a).t(), x @ gather(b).t()
+
+    graph = graph_of(f, (16, 64), (24, 64), (32, 64))
+    passed(graph)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    bucket_all_gather(module, lambda index: 100.0)
+    gathers = [node for node in module.graph.nodes if "all_gather_into_tensor" in str(node.target)]
+    assert len(gathers) == 1
+
+
+# -- what stays as it was
+
+
+def test_stays_when_a_reader_is_no_float8_matmul():
+    """Several users, one of which reads bf16."""
+
+    def f(x, w):
+        whole = gather(w)
+        return x @ whole.t(), whole.sum(0)
+
+    assert_stays(("also read in high precision", "sum"), f, (16, 64), (24, 64))
+
+
+def test_stays_when_an_operator_between_is_unknown():
+    def f(x, w):
+        return x @ gather(w).relu().t()
+
+    assert_stays(("no float8 matmul reads it", "relu"), f, (16, 64), (24, 64))
+
+
+def test_stays_when_it_is_returned():
+    def f(x, w):
+        whole = gather(w)
+        return x @ whole.t(), whole
+
+    assert_stays(("also read in high precision", "output"), f, (16, 64), (24, 64))
+
+
+def test_stays_when_the_recipe_keeps_a_reader_in_high_precision():
+    def f(x, w, tangents):
+        whole = gather(x)
+        return whole @ w.t(), tangents.t() @ whole
+
+    shapes = (16, 64), (96, 64), (64, 96)
+    assert_stays(("also read in high precision", "mm"), f, *shapes, recipe="rowwise_with_gw_hp")
+
+
+def test_stays_when_readers_round_differently():
+    """One reader quantizes the tensor, the other its rounding to another dtype: two copies, as many bytes."""
+
+    def f(x, w):
+        whole = gather(w)
+        return x @ whole.t(), x.to(torch.float16) @ whole.to(torch.float16).t()
+
+    assert_stays(("its readers need different float8 copies", "roundings"), f, (16, 64), (24, 64))
+    # of float32, two copies are half the bytes
+    text = assert_moves(f, (16, 64), (24, 64), recipe=F32, dtype=torch.float32)
+    assert text.count(GATHER) == 2
+
+
+def by_hand(fn, *shapes):
+    """The graph of a function that calls the operators of the IR, as if passes had put them there."""
+    graph = graph_of(fn, *shapes)
+    for node in graph.nodes:
+        if node.target in ops.ALL:
+            node.meta["f8fx"] = Provenance(node.name, "", "output", "test")
+    return graph
+
+
+def assert_stays_by_hand(reason, fn, *shapes):
+    graph = by_hand(fn, *shapes)
+    before = describe(graph)
+    assert [(d.reason, d.detail) for d in Collectives()(graph)] == [reason]
+    assert describe(graph) == before
+
+
+def test_stays_when_copies_have_different_dtypes():
+    def f(x):
+        whole, copies = gather(x), []
+        amax = ops.amax(whole)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            copies.append(ops.quantize(whole, ops.scale(amax, dtype=dtype), dtype=dtype))
+        return copies
+
+    assert_stays_by_hand(("its readers need different float8 copies", "dtypes"), f, (16, 64))
+
+
+def test_stays_with_a_scale_of_this_rank_alone():
+    """What is not the amax of all shards cannot scale them."""
+
+    def f(x):
+        scale = ops.scale(ops.amax(x), dtype=torch.float8_e4m3fn)
+        return ops.quantize(gather(x), scale, dtype=torch.float8_e4m3fn)
+
+    assert_stays_by_hand(("scale is not the amax of the gathered tensor", "scale"), f, (16, 64))
+
+
+def test_stays_with_a_scale_of_another_rounding():
+    def f(x):
+        whole = gather(x)
+        scale = ops.scale(ops.amax(whole.to(torch.float16)), dtype=torch.float8_e4m3fn)
+        return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn)
+
+    assert_stays_by_hand(("scale is not the amax of the gathered tensor", "scale"), f, (16, 64))
+
+
+def test_stays_when_an_amax_has_another_use():
+    """It would go on reading the gathered tensor."""
+
+    def f(x):
+        whole = gather(x)
+        scale = ops.scale(ops.amax(whole), dtype=torch.float8_e4m3fn)
+        return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn), ops.amax(whole, 1)
+
+    assert_stays_by_hand(("an amax of it is no scale of its copy", "amax_1"), f, (16, 64))
+
+
+def test_stays_when_only_a_part_is_read():
+    def f(x, w):
+        return x @ torch.split(gather(w), 24)[0].t()
+
+    assert_stays(("no float8 matmul reads it", "split"), f, (16, 64), (24, 64))
+
+
+def test_stays_when_shards_are_not_in_order():
+    def f(x, w):
+        return x @ torch.cat(torch.split(gather(w), 96)[::-1], 1).t()
+
+    assert_stays(("no float8 matmul reads it", "split"), f, (16, 64), (96, 16))
+
+
+def test_stays_when_more_than_padding_is_dropped():
+    """Rank 1 has rows 16 to 31, and only 20 are read."""
+
+    def f(x, w):
+        return x @ gather(w)[:20].t()
+
+    detail = "12 of 16 rows"
+    assert_stays(("the end of it is dropped, and may be more than padding", detail), f, (16, 64), (16, 64))
+
+
+def test_stays_when_the_padding_is_not_zeros():
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+
+    def f(x, w):
+        return x @ gather(aten.constant_pad_nd(w, [0, 0, 0, 2], 5.0))[:90].t()
+
+    detail = "2 of 23 rows"
+    assert_stays(("the end of it is dropped, and may be more than padding", detail), f, (16, 64), (21, 64))
+
+
+def test_stays_when_float8_has_no_fewer_bytes():
+    """A shard of two elements: the reduction costs more."""
+
+    def f(x, w):
+        return x @ gather(w, size=1).t()
+
+    assert_stays(("would save no bytes", "8 as it is, 12 in float8"), f, (16, 4), (1, 4))
+
+
+def test_stays_when_a_view_cuts_across_the_scaled_dimension():
+    """Rows of 64 elements are halves of the rows of 128 that are gathered."""
+
+    def f(x, w):
+        return x @ gather(w).view(48, 64).t()
+
+    assert_stays(
+        ("a view cuts across the dimension that is scaled", ""), f, (16, 64), (6, 128), recipe="rowwise"
+    )
+    assert_moves(f, (16, 64), (6, 128))  # one scale for all does not care
+
+
+def test_a_graph_without_conversions_is_untouched():
+    def f(x, w):
+        return x @ gather(w).t()
+
+    graph = graph_of(f, (16, 64), (24, 64))
+    before = describe(graph)
+    options = f8fx.Options.parse({"select": "all", "filter_fqns": ["nothing"], "only_fqns": ["nothing"]})
+    Pipeline(options.recipe, options.policy())(graph)
+    assert describe(graph) == before
+
+
+def test_a_second_run_changes_nothing():
+    """The pass alone, on a graph in which gathers carry float8 already."""
+
+    def f(x, w, tangents):
+        return layer(x, gather(w), tangents)
+
+    graph = graph_of(f, (16, 64), (24, 64), (16, 96))
+    passed(graph)
+    before = describe(graph)
+    decisions = Collectives()(graph)
+    assert describe(graph) == before
+    assert [(d.moved, d.reason) for d in decisions] == [(False, "already float8")]
+
+
+# -- what makes it exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_copy_of_float8_data_has_its_bytes(dtype):
+    """``quantize`` with scale one, on every value; casts saturate, so that data holds no infinity."""
+    data = torch.arange(256).to(torch.uint8).view(16, 16).view(dtype)
+    copy = ops.quantize(data, torch.ones(()), dtype=dtype, transpose=True)
+    nan, infinite = data.float().isnan(), data.float().isinf()
+    assert torch.equal(copy.t().float().isnan(), nan)
+    kept = ~(nan | infinite)
+    assert torch.equal(copy.t().contiguous().view(torch.uint8)[kept], data.view(torch.uint8)[kept])
+    worst = torch.tensor([[float("inf"), 1.0, -float("inf"), 0.0]])
+    assert not ops.quantize(worst, ops.scale(ops.amax(worst), dtype=dtype), dtype=dtype).float().isinf().any()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_magnitude_as_integers(sign):
+    """NaN of either sign is above infinity, which is above every number."""
+    values = torch.tensor([0.0, 1e-45, 1e-38, 0.5, 448.0, 3e38, float("inf"), float("nan")])
+    values[-1] = torch.copysign(values[-1], torch.tensor(sign))
+    bits = values.view(torch.int32).bitwise_and(0x7FFFFFFF)
+    assert torch.equal(bits.sort().values, bits)
+    assert bits[-1:].view(torch.float32).isnan().all()
+
+
+# -- what is said of it
+
+
+def two_gathers(x, a, b):
+    return x @ gather(a).t() + gather(b).sum(), x
+
+
+def test_the_line_and_the_table_say_what_became_of_gathers():
+    _, report = rewritten(two_gathers, (16, 64), (24, 64), (24, 64))
+    line = "f8fx: 1 of 1 matmuls in float8 (tensorwise); 1 of 2 gathers in float8, not 1: no float8 matmul reads it"
+    assert report.line() == line
+    file = io.StringIO()
+    print_report(report, file)
+    assert "12288 bytes become 6152" in " ".join(file.getvalue().split()).replace("│ ", "")
+
+
+def test_the_report_survives_the_cache():
+    _, report = rewritten(two_gathers, (16, 64), (24, 64), (24, 64))
+    report.traffic = [Traffic((0, 1), ("before",), ("after", "after"))]
+    assert GraphReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_off_leaves_all_gathers():
+    text, report = rewritten(two_gathers, (16, 64), (24, 64), (24, 64), wire="off")
+    assert {(g.moved, g.reason) for g in report.gathers} == {(False, 'wire="off"')}
+    assert text.count("bf16[96,64] = _c10d_functional.all_gather_into_tensor(") == 2

@@ -1,0 +1,98 @@
+"""Ranks that decide differently get an error, all of them, and none waits for ever. Threads stand for ranks."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from f8fx import agreement
+from f8fx.agreement import RankDisagreement, confirm
+from f8fx.report import Traffic
+
+BEFORE = ("all_gather_into_tensor bf16[96,64]",)
+MOVED = ("all_reduce i32[]", "all_gather_into_tensor e4m3[96,64]")
+SHORT = timedelta(seconds=1)
+
+
+@pytest.fixture(params=["hash", "file"])
+def store(request, tmp_path):
+    """With and without the extended interface that TCP stores have."""
+    return dist.HashStore() if request.param == "hash" else dist.FileStore(str(tmp_path / "store"), 3)
+
+
+@pytest.fixture
+def ranks(store, monkeypatch):
+    """Runs a function for each rank in a thread of its own; what each returned, or raised."""
+    pool = ThreadPoolExecutor(3)
+    current = __import__("threading").local()
+    monkeypatch.setattr(agreement, "process_store", lambda: (store, current.rank))
+
+    def run(*calls):
+        def one(rank, call):
+            current.rank = rank
+            try:
+                return call()
+            except RankDisagreement as error:
+                return error
+
+        return [f.result(timeout=30) for f in [pool.submit(one, i, c) for i, c in enumerate(calls) if c]]
+
+    return run
+
+
+def sending(*sends, before=BEFORE, timeout=SHORT, of=(0, 1, 2)):
+    return lambda: confirm([Traffic(of, before, sends)], timeout, timedelta(seconds=0.5))
+
+
+def test_ranks_that_agree_go_on(ranks):
+    assert ranks(*[sending(*MOVED)] * 3) == [None] * 3
+
+
+def test_one_rank_that_disagrees_is_an_error_on_all(ranks):
+    start = time.monotonic()
+    found = ranks(sending(*MOVED), sending(*MOVED), sending(*BEFORE, timeout=timedelta(minutes=5)))
+    assert [type(error) for error in found] == [RankDisagreement] * 3
+    assert time.monotonic() - start < 20  # the answer is there: nobody waits for the time to run out
+    message = str(found[0])
+    assert "Collective 0 is 'all_reduce i32[]' on rank 0" in message
+    assert "'all_gather_into_tensor bf16[96,64]' on rank 2" in message
+    assert "wire" in message
+
+
+def test_a_later_graph_with_the_same_gathers_may_be_decided_anew(ranks):
+    """Another recipe: what was agreed on before is no disagreement."""
+    assert ranks(*[sending(*MOVED)] * 3) == [None] * 3
+    assert ranks(*[sending(*BEFORE)] * 3) == [None] * 3
+
+
+def test_a_disagreement_in_a_later_compile_is_an_error_on_all(ranks):
+    assert ranks(*[sending(*BEFORE)] * 3) == [None] * 3
+    found = ranks(sending(*MOVED), sending(*BEFORE), sending(*BEFORE))
+    assert [type(error) for error in found] == [RankDisagreement] * 3
+
+
+def test_a_rank_that_compiles_again_alone_goes_on(ranks):
+    assert ranks(*[sending(*MOVED)] * 3) == [None] * 3
+    assert ranks(sending(*MOVED)) == [None]
+    # and is not one ahead of the others from then on
+    found = ranks(sending(*BEFORE), sending(*BEFORE), sending(*MOVED))
+    assert [type(error) for error in found] == [RankDisagreement] * 3
+
+
+def test_a_rank_that_never_comes_is_an_error_not_a_hang(ranks):
+    found = ranks(sending(*MOVED), sending(*MOVED))
+    for error in found:
+        assert isinstance(error, RankDisagreement) and "rank 2 compiled no such graph within 1 s" in str(
+            error
+        )
+
+
+def test_groups_do_not_wait_for_each_other(ranks):
+    """Two pipeline stages of one rank and two: different graphs."""
+    pair = sending(*MOVED, of=(0, 1))
+    assert ranks(pair, pair) == [None] * 2
+    assert ranks(None, None, sending(*BEFORE, of=(2,))) == [None]
