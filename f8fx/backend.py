@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import fx
 
-from . import executor, lowerings
-from .cache import CacheKey, load_report, store_report
+from . import executor, lowerings, weight_inputs
+from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options
 from .partition import Partitioner
-from .passes import FilterError, Pipeline
+from .passes import FilterError, Pipeline, WeightInputs
 from .report import GraphReport, log, publish
 from .torch_private import (
     CustomGraphPass,
@@ -32,6 +32,9 @@ from .torch_private import (
 )
 
 CompileFx = Callable[..., Any]
+
+
+Run = Callable[[fx.GraphModule, Sequence[Any], "GraphPass | None"], Callable[..., Any]]
 
 
 class PassError(RuntimeError):
@@ -114,30 +117,76 @@ def compile_graph(
     _warn_version()
     config = {**(patches or {}), **options.inductor}
     graph_pass = _graph_pass(gm, example_inputs, options, config)
-    run = _runner(example_inputs, options, config, compile_fx or compile_fx_module().compile_fx)
+    run = _runner(options, config, compile_fx or compile_fx_module().compile_fx)
     # compilers take over the graph they are given: keep one for the fallback
     spare = None if options.strict else fx.GraphModule(gm, copy.deepcopy(gm.graph))
     try:
         # a backward that fails must fail here, where there is something to fall back to
         with contextlib.nullcontext() if options.strict else eager_backward_lowering():
-            compiled = run(gm, graph_pass)
+            if options.weights == "dynamic":
+                compiled = run(gm, example_inputs, graph_pass)
+            else:
+                compiled = _run_with_weights(gm, example_inputs, options, config, graph_pass, run)
     except Exception as error:
         if spare is None or not _is_ours(error, graph_pass):
             raise
-        return _fall_back(error, graph_pass, options, lambda: run(spare, None))
+        return _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
     _publish(graph_pass, options)
     return compiled
 
 
-def _runner(
-    example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any], compile_fx: CompileFx
-) -> Callable[[fx.GraphModule, GraphPass | None], Callable[..., Any]]:
+def _run_with_weights(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    config: Mapping[str, Any],
+    graph_pass: GraphPass,
+    run: Run,
+) -> Callable[..., Any]:
+    """Compiles a graph so that it takes the float8 copies of its weights as inputs, where it can."""
+    found = weight_inputs.candidates(gm, example_inputs)
+    if not found.weights or config.get("freezing", inductor_config().freezing):
+        return run(gm, example_inputs, graph_pass)  # frozen weights are constants of the compiled code
+    inputs, training = _weight_inputs(gm, example_inputs, options, graph_pass, found)
+    if training and options.weights == "cached":
+        return weight_inputs.noting_training(run(gm, example_inputs, graph_pass))
+    graph_pass.pipeline = _pipeline(options, inputs)
+    graph_pass.key = graph_pass.key.extended(inputs)
+    longer, examples = weight_inputs.extended(gm, example_inputs, inputs, training)
+    return weight_inputs.wrapped(run(longer, examples, graph_pass), inputs, training)
+
+
+def _weight_inputs(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    graph_pass: GraphPass,
+    found: WeightInputs,
+) -> tuple[WeightInputs, bool]:
+    """The casts of weights that the passes make in a graph, and whether it is a training graph."""
+    kept = load_weights(graph_pass.key, found)
+    if kept is not None:
+        return kept
+    trial = GraphPass(_pipeline(options, found), graph_pass.key, graph_pass.before)
+    executor.trace(gm, example_inputs, trial)
+    assert trial.pipeline.reuse is not None
+    inputs = found.with_casts(trial.pipeline.reuse.seen)
+    training = any(report.training for report in trial.reports)
+    store_weights(graph_pass.key, inputs, training)
+    return inputs, training
+
+
+def _runner(options: Options, config: Mapping[str, Any], compile_fx: CompileFx) -> Run:
     """What compiles a graph: with the pass, or, given none, as if f8fx were not there."""
 
-    def run_eagerly(graph: fx.GraphModule, graph_pass: GraphPass | None) -> Callable[..., Any]:
+    def run_eagerly(
+        graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
+    ) -> Callable[..., Any]:
         return executor.compile_eager(graph, example_inputs, graph_pass, save=options.save)
 
-    def run_inductor(graph: fx.GraphModule, graph_pass: GraphPass | None) -> Callable[..., Any]:
+    def run_inductor(
+        graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
+    ) -> Callable[..., Any]:
         if graph_pass is None:
             return compile_fx(graph, example_inputs, config_patches=dict(config))
         ours: dict[str, Any] = {"joint_custom_pre_pass": graph_pass}
@@ -154,19 +203,22 @@ def _runner(
 def _graph_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any]
 ) -> GraphPass:
+    previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
+    if previous is None:
+        previous = ()
+    elif not isinstance(previous, (list, tuple)):
+        previous = (previous,)
+    return GraphPass(_pipeline(options), CacheKey.of(gm, example_inputs, options), previous)
+
+
+def _pipeline(options: Options, weights: WeightInputs | None = None) -> Pipeline:
     watch = None
     if options.debug:
 
         def watch(name: str, text: str) -> None:
             log.debug("after %s:\n%s", name, text)
 
-    pipeline = Pipeline(options.recipe, options.policy(), options.target, options.debug, watch)
-    previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
-    if previous is None:
-        previous = ()
-    elif not isinstance(previous, (list, tuple)):
-        previous = (previous,)
-    return GraphPass(pipeline, CacheKey.of(gm, example_inputs, options), previous)
+    return Pipeline(options.recipe, options.policy(), options.target, options.debug, watch, weights=weights)
 
 
 def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:

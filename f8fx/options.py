@@ -44,6 +44,9 @@ class Options:
             that pays); ``"never"`` leaves such matmuls alone.
         save: ``"lean"`` lets the backward redo casts of what is saved anyway, so that no more bytes are
             saved than in high precision; ``"fast"`` saves what the forward has cast.
+        weights: ``"dynamic"`` quantizes weights in every call; ``"cached"`` keeps their float8 copies from
+            call to call of inference graphs (:mod:`f8fx.weights`); ``"reused"`` does so too, and lets
+            training graphs take theirs from :func:`f8fx.reuse_weights`.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
@@ -60,6 +63,7 @@ class Options:
     filter_fn: FilterFn | None = None
     pad: Literal["auto", "never"] = "auto"
     save: Save = "lean"
+    weights: Literal["dynamic", "cached", "reused"] = "dynamic"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
     target: Hardware | None = None
@@ -106,7 +110,10 @@ class Options:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
         chosen = self.target
         target = chosen and tuple((f.name, str(getattr(chosen, f.name))) for f in fields(chosen))
-        return (self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, self.save, target)
+        return (
+            *(self.recipe, self.select, self.filter_fqns, self.only_fqns, self.pad, self.save, target),
+            self.weights,
+        )
 
 
 def _unknown(what: str, value: object, known: Iterable[str]) -> str:
@@ -194,6 +201,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "filter_fn": _filter_fn,
     "pad": _choice("pad", "auto", "never"),
     "save": _choice("save", "lean", "fast"),
+    "weights": _choice("weights", "dynamic", "cached", "reused"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),
     "target": _target,

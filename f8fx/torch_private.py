@@ -9,6 +9,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,30 @@ def fake_like(
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors, fake ones too, that are views of one memory (``UntypedStorage._cdata``)."""
     return tensor.untyped_storage()._cdata
+
+
+class StorageRef:
+    """Keeps the identity of a tensor's storage, not its memory, from being given to another one.
+
+    ``torch.multiprocessing.reductions.StorageWeakRef``, which Inductor's CUDA graphs use as well.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._reference = StorageWeakRef(tensor.untyped_storage())
+
+
+def managed_by_fsdp(parameter: torch.Tensor) -> bool:
+    """Whether a parameter may be one that FSDP fills by all-gathers, preserving ``_version``.
+
+    FSDP1 marks them (``_fsdp_flattened``). FSDP2 does not: once a module of this process is sharded
+    (its class is then a subclass of ``FSDPModule``), any plain parameter may be one.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        return True
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and bool(module.FSDPModule.__subclasses__())
 
 
 # -- symbolic sizes -------------------------------------------------------------------------------
@@ -180,6 +205,20 @@ def inductor_cache_dir() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def mark_as_dynamo_graph(copied: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Gives a copy of a Dynamo graph what AOTAutograd reads in one beside its nodes.
+
+    ``_dynamo_source`` of placeholders, ``_param_name_to_source`` and ``meta["dynamo_compile_id"]``: without them
+    it would not know which inputs keep their address (``_try_get_metadata_from_dynamo``).
+    """
+    copied.meta.update(original.meta)
+    if hasattr(original, "_param_name_to_source"):
+        copied._param_name_to_source = original._param_name_to_source
+    for new, old in zip(copied.graph.nodes, original.graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
 
 
 # -- AOTAutograd ----------------------------------------------------------------------------------

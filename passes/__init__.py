@@ -6,6 +6,7 @@
    1     find        every matmul, its role, name, sizes and operands            (only looks)
    2     select      convert or skip, with the reason                            (only looks)
    4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
+   4b    reuse       casts of weights that were made before, where the caller offers them
    5     share       one amax, scale and cast for each tensor and granularity
    7     tags        what activation checkpointing may recompute
 ======  ==========  ==============================================================================
@@ -34,6 +35,7 @@ from .choice import Convert, decision
 from .describe import describe
 from .find import Find, backward_nodes
 from .quantize import Quantize
+from .reuse import Reuse, WeightInputs
 from .select import FilterError, Policy, Select
 from .share import Share
 from .tags import Tags
@@ -44,9 +46,11 @@ __all__ = [
     "Pipeline",
     "Policy",
     "Quantize",
+    "Reuse",
     "Select",
     "Share",
     "Tags",
+    "WeightInputs",
     "check",
     "describe",
 ]
@@ -64,6 +68,7 @@ class Pipeline:
         predict: put the cost model's figures on every decision, also where they decide nothing.
         rowwise_in_gemm: whether ``_scaled_mm`` takes scale vectors on a device; default: what this
             torch can do there.
+        weights: parameters that are cast elsewhere, and the inputs through which their copies come.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Pipeline:
         watch: Callable[[str, str], None] | None = None,
         predict: bool = False,
         rowwise_in_gemm: Callable[[torch.device], bool] | None = None,
+        weights: WeightInputs | None = None,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
@@ -82,6 +88,7 @@ class Pipeline:
         self.find = Find()
         self.select = Select(recipe, policy, hardware, predict)
         self.quantize = Quantize(recipe, rowwise_in_gemm or _rowwise_in_gemm)
+        self.reuse = Reuse(weights) if weights is not None else None
         self.share = Share()
         self.tags = Tags()
 
@@ -104,10 +111,13 @@ class Pipeline:
             return result
 
         found = run("find", self.find, graph)
-        choices = run("select", self.select, found)
+        cached = self.reuse.cached(graph) if self.reuse is not None and not report.training else ()
+        choices = run("select", self.select, found, cached)
         conversions = [choice for choice in choices if isinstance(choice, Convert)]
         if conversions:
             run("quantize", self.quantize, graph, conversions)
+            if self.reuse is not None:
+                run("reuse", self.reuse, graph)
             run("share", self.share, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]
