@@ -14,9 +14,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from . import executor, lowerings, weight_inputs
+from . import canary, executor, lowerings, weight_inputs
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options
 from .partition import Partitioner
@@ -116,8 +117,11 @@ def compile_graph(
     """
     _warn_version()
     config = {**(patches or {}), **options.inductor}
+    compile_fx = compile_fx or compile_fx_module().compile_fx
+    if options.executor == "inductor":
+        config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
     graph_pass = _graph_pass(gm, example_inputs, options, config)
-    run = _runner(options, config, compile_fx or compile_fx_module().compile_fx)
+    run = _runner(options, config, compile_fx)
     # compilers take over the graph they are given: keep one for the fallback
     spare = None if options.strict else fx.GraphModule(gm, copy.deepcopy(gm.graph))
     try:
@@ -208,7 +212,14 @@ def _graph_pass(
         previous = ()
     elif not isinstance(previous, (list, tuple)):
         previous = (previous,)
-    return GraphPass(_pipeline(options), CacheKey.of(gm, example_inputs, options), previous)
+    key = CacheKey.of(gm, example_inputs, options)
+    if replaced := canary.key(_devices(example_inputs)):
+        key = key.extended(replaced)
+    return GraphPass(_pipeline(options), key, previous)
+
+
+def _devices(example_inputs: Sequence[Any]) -> list[torch.device]:
+    return [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
 
 
 def _pipeline(options: Options, weights: WeightInputs | None = None) -> Pipeline:

@@ -221,6 +221,13 @@ def mark_as_dynamo_graph(copied: fx.GraphModule, original: fx.GraphModule) -> No
             new._dynamo_source = old._dynamo_source
 
 
+def untraced() -> Any:
+    """A block in which compiling is no part of the compilation going on (``torch._guards.tracing``)."""
+    from torch._guards import tracing
+
+    return tracing(None)
+
+
 # -- AOTAutograd ----------------------------------------------------------------------------------
 
 
@@ -350,6 +357,10 @@ class Lowering:
         """The value, written to a buffer of its own instead of being inlined into its readers."""
         x.realize()
         return x
+
+    def definition(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the operator itself out of the generated code (``fallback_handler``)."""
+        return self._lowering.fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
 
     def row_major(self, x: Any) -> Any:
         """The 2-D value in a buffer of its own with contiguous strides."""
