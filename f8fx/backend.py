@@ -151,13 +151,25 @@ def _run_with_weights(
     found = weight_inputs.candidates(gm, example_inputs)
     if not found.weights or config.get("freezing", inductor_config().freezing):
         return run(gm, example_inputs, graph_pass)  # frozen weights are constants of the compiled code
-    inputs, training = _weight_inputs(gm, example_inputs, options, graph_pass, found)
-    if training and options.weights == "cached":
-        return weight_inputs.noting_training(run(gm, example_inputs, graph_pass))
-    graph_pass.pipeline = _pipeline(options, inputs)
-    graph_pass.key = graph_pass.key.extended(inputs)
-    longer, examples = weight_inputs.extended(gm, example_inputs, inputs, training)
-    return weight_inputs.wrapped(run(longer, examples, graph_pass), inputs, training)
+    plain, training = (graph_pass.pipeline, graph_pass.key), False
+    try:
+        inputs, training = _weight_inputs(gm, example_inputs, options, graph_pass, found)
+        if not training or options.weights == "reused":
+            graph_pass.pipeline = _pipeline(options, inputs)
+            graph_pass.key = graph_pass.key.extended(inputs)
+            longer, examples = weight_inputs.extended(gm, example_inputs, inputs, training)
+            return weight_inputs.wrapped(run(longer, examples, graph_pass), inputs, training)
+    except FilterError:
+        raise
+    except Exception as error:
+        if options.strict:
+            raise
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        warnings.warn(f"f8fx: the weights of a graph are quantized in each call ({what})", stacklevel=2)
+        log.debug("f8fx: no weight inputs", exc_info=error)
+        (graph_pass.pipeline, graph_pass.key), graph_pass.reports = plain, []
+    compiled = run(gm, example_inputs, graph_pass)
+    return weight_inputs.noting_training(compiled) if training else compiled
 
 
 def _weight_inputs(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -249,6 +253,121 @@ def test_a_second_compile_knows_the_casts_without_tracing(monkeypatch, tmp_path)
     y = infer(compiled(model, weights="cached"), x)
     monkeypatch.setattr(executor, "trace", None)
     assert torch.equal(infer(compiled(model, weights="cached"), x), y)
+
+
+def test_a_graph_that_cannot_take_weights_quantizes_them_itself(monkeypatch, casts):
+    def fail(*args):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("f8fx.weight_inputs.extended", fail)
+    model, x = Net(), x16()
+    with pytest.warns(UserWarning, match="quantized in each call .RuntimeError: no such thing"):
+        f8 = compiled(model, weights="cached", strict=False)
+        y = infer(f8, x)
+    casts.clear()
+    assert torch.equal(infer(f8, x), y) and len(casts) == 4
+    with pytest.raises(Exception, match="no such thing"):
+        infer(compiled(model, weights="cached", strict=True), x)
+
+
+def test_installed_on_the_stock_backend(casts):
+    model, x = Net(), x16()
+    torch._dynamo.reset()
+    with f8fx.installed(select="all", executor="eager", weights="cached"):
+        f8 = torch.compile(model)
+        y = infer(f8, x)
+        infer(f8, x)
+        casts.clear()
+        assert torch.equal(infer(f8, x), y) and casts == [(16, 32), (16, 64)]
+
+
+def test_inductor_is_told_which_inputs_keep_their_address():
+    """CUDA graphs then need not copy the weights."""
+    seen = []
+
+    def compile_fx(gm, inputs, **kwargs):
+        from torch._inductor.compile_fx import compile_fx as original
+
+        def inner(graph, examples, **more):
+            seen.append((len(examples), sorted(more["static_input_idxs"])))
+            return graph.forward
+
+        return original(gm, inputs, inner_compile=inner, **kwargs)
+
+    from f8fx.backend import compile_graph
+
+    options = f8fx.Options.parse({"select": "all", "weights": "cached", "strict": True})
+
+    def backend(gm, inputs):
+        compile_graph(gm, inputs, options, compile_fx=compile_fx)
+        return gm.forward
+
+    torch._dynamo.reset()
+    infer(torch.compile(Net(), backend=backend), x16())
+    # weight, bias, x, weight, bias; then scale and data of both weights
+    assert seen == [(9, [0, 1, 3, 4, 5, 6, 7, 8])]
+
+
+def test_peft_merges_are_seen():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        Net(), peft.LoraConfig(target_modules=["first"], init_lora_weights=False, r=4)
+    ).eval()
+    x = x16()
+    f8 = warm(model, x)
+    before = infer(f8, x)
+    for change in (model.merge_adapter, model.unmerge_adapter, model.merge_adapter):
+        change()
+        infer(f8, x)
+        y = infer(f8, x)
+        torch._dynamo.reset()
+        options = {"select": "all", "executor": "eager"}
+        assert torch.equal(infer(torch.compile(model, backend="f8fx", options=options), x), y)
+        f8 = warm(model, x)
+    assert not torch.equal(before, y)
+
+
+#: Compiles a model for inference with cached weights; prints what happened.
+CHILD = """
+import json, torch
+from torch import nn
+import f8fx
+from torch._dynamo.utils import counters
+from f8fx.passes import Find
+ran = []
+original = Find.__call__
+Find.__call__ = lambda self, graph: (ran.append(1), original(self, graph))[1]
+torch.manual_seed(0)
+model = nn.Linear(32, 48).to(torch.bfloat16)
+f8 = torch.compile(model, backend="f8fx", options={"select": "all", "strict": True, "weights": "cached"})
+x = torch.ones(16, 32, dtype=torch.bfloat16).div_(3)
+with torch.no_grad(), f8fx.recording() as reports:
+    first = f8(x).float().sum().item()
+    model.weight.mul_(2)
+    second = f8(x).float().sum().item()
+aot = counters["aot_autograd"]
+print(json.dumps({"passes": len(ran), "hits": aot["autograd_cache_hit"], "sums": [first, second],
+                  "lines": [r.line() for r in reports]}))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_runs_no_pass(tmp_path):
+    def child():
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    cold, warm_start = child(), child()
+    # once to learn the casts, once in the graph that takes them
+    assert (cold["passes"], cold["hits"]) == (2, 0)
+    assert (warm_start["passes"], warm_start["hits"]) == (0, 1)
+    assert warm_start["sums"] == cold["sums"] and cold["sums"][0] != cold["sums"][1]
+    assert warm_start["lines"] == [cold["lines"][0] + " [cached]"]
 
 
 # -- never stale
