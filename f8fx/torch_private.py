@@ -74,18 +74,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class StorageRef:
-    """Keeps the identity of a tensor's storage, not its memory, from being given to another one.
-
-    ``torch.multiprocessing.reductions.StorageWeakRef``, which Inductor's CUDA graphs use as well.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
-        self._reference = StorageWeakRef(tensor.untyped_storage())
-
-
 def managed_by_fsdp(parameter: torch.Tensor) -> bool:
     """Whether a parameter may be one that FSDP fills by all-gathers, preserving ``_version``.
 

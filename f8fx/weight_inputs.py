@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from . import weights
 from .passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
-from .torch_private import detect_fake_mode, mark_as_dynamo_graph
+from .torch_private import detect_fake_mode, is_fake, mark_as_dynamo_graph
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,7 +34,7 @@ def candidates(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WeightInput
             if reason := weights.refusal(value):
                 _say_refused(reason)
                 continue
-        elif detect_fake_mode([value]) is None:
+        elif not is_fake(value):
             continue
         if all(isinstance(size, int) for size in value.shape):
             found.append(Weight(position, tuple(map(int, value.shape)), value.dtype))
@@ -87,12 +87,10 @@ def wrapped(compiled: Callable[..., Any], inputs: WeightInputs, training: bool) 
     wanted = [(weight.position, weight.formats) for weight in inputs.weights if weight.formats]
 
     def run(*args: Any) -> Any:
-        more: list[Tensor] = []
-        for position, formats in wanted:
-            more += fetch(args[position], formats)
+        copies = fetch((args[position], formats) for position, formats in wanted)
         if training:
             weights.training_ran()
-        return compiled(*args, *more)
+        return compiled(*args, *copies)
 
     return run
 

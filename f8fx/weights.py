@@ -9,12 +9,12 @@ A copy is used again only if the parameter's *state* is what it was when the cop
 is read at every call, without a look at the data and without waiting for a device:
 
 * ``_version``: in-place operations, ``copy_`` (``load_state_dict``), foreach optimizers;
-* the storage, its address, the Parameter object: ``p.data = other``, ``.to()``, ``load_state_dict(assign=True)``;
+* the Parameter object and its address: ``load_state_dict(assign=True)``, whatever moves its memory;
 * the number of ``torch.optim`` steps, of any optimizer: fused ones change weights and leave ``_version``
   as it was. A parameter with ``requires_grad=False`` only minds optimizers that hold it;
 * the number of training graphs that f8fx ran with this option: an optimizer that is not
   ``torch.optim``'s comes after one of them;
-* reads of ``p.data``. What is written through that alias counts in a version of its own. So while there are
+* ``p.data = other`` (``.to()`` does it), and reads of ``p.data``. What is written through that alias counts in a version of its own. So while there are
   copies, ``nn.Parameter.data`` is a Python property: it hands out aliases that all share one version
   counter, and that counter is part of the state. A read by itself makes the next call cast again.
 
@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import ops
 from .parameter_data import Installation, version_probe, with_version_of
 from .passes.reuse import CastFormat, ScaleFormat
-from .torch_private import StorageRef, managed_by_fsdp, storage_key
+from .torch_private import managed_by_fsdp
 
 Format = ScaleFormat | CastFormat
 
@@ -54,6 +54,8 @@ def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
     * through an alias that ``p.data`` handed out before the weight was first cached;
     * by a collective, a CUDA kernel or a library that is given the memory's address (``data_ptr``, DLPack, NumPy);
     * by replaying a CUDA graph that holds an optimizer step;
+    * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
+      no training graph compiled with this option ran before it;
     * by calling a fused optimizer kernel (``torch._fused_adamw_``) oneself, or under
       ``torch.autograd._unsafe_preserve_version_counter``.
 
@@ -109,21 +111,30 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 # -- what graphs call -----------------------------------------------------------------------------
 
 
-def cached(parameter: Tensor, formats: Sequence[Format]) -> list[Tensor]:
-    """Scales and copies of a parameter for an inference graph."""
-    watch = _watch(parameter)
-    if watch.copies is None:
-        watch.copies = _Copies(in_place=True)
-    return watch.copies.get(parameter, watch, formats)
+def cached(parameters: Iterable[tuple[Tensor, Sequence[Format]]]) -> list[Tensor]:
+    """Scales and copies of parameters for an inference graph, those of each in turn."""
+    result: list[Tensor] = []
+    for parameter, formats in parameters:
+        watch = _WATCHES.get(id(parameter))
+        if watch is None or watch.reference() is not parameter:
+            watch = _watch(parameter)
+        if watch.copies is None:
+            watch.copies = _Copies(in_place=True)
+        result += watch.copies.get(parameter, watch, formats)
+    return result
 
 
-def reused(parameter: Tensor, formats: Sequence[Format]) -> list[Tensor]:
+def reused(parameters: Iterable[tuple[Tensor, Sequence[Format]]]) -> list[Tensor]:
     """The same for a training graph: kept inside :func:`reuse_weights`, made anew outside."""
-    for scope in _SCOPES:
-        if id(parameter) in scope.parameters:
-            copies = scope.copies.setdefault(id(parameter), _Copies(in_place=False))
-            return copies.get(parameter, _watch(parameter), formats)
-    return _Copies(in_place=False).get(parameter, _watch(parameter), formats)
+    result: list[Tensor] = []
+    for parameter, formats in parameters:
+        copies = None
+        for scope in _SCOPES:
+            if id(parameter) in scope.parameters:
+                copies = scope.copies.setdefault(id(parameter), _Copies(in_place=False))
+        copies = copies or _Copies(in_place=False)
+        result += copies.get(parameter, _watch(parameter), formats)
+    return result
 
 
 def training_ran() -> None:
@@ -146,6 +157,9 @@ def refusal(parameter: Tensor) -> str | None:
 # -- copies ---------------------------------------------------------------------------------------
 
 
+_NOTHING: tuple[Sequence[Format] | None, list[Tensor]] = (None, [])
+
+
 class _Copies:
     """The scales and float8 data of one parameter.
 
@@ -158,26 +172,32 @@ class _Copies:
         self.in_place = in_place
         self.tensors: dict[Format, Tensor] = {}
         self.fresh: set[Format] = set()
+        #: what was asked for, by the identity of the sequence, which a graph keeps, and what it was given
+        self.served: dict[int, tuple[Sequence[Format], list[Tensor]]] = {}
         self.state: Any = None
-        self.storage: StorageRef | None = None
 
     def get(self, parameter: Tensor, watch: _Watch, formats: Sequence[Format]) -> list[Tensor]:
         """The tensors of these formats, made now or when the parameter was in its present state."""
-        state = watch.state(parameter)
-        if state is not None and self.in_place:
-            state = (*state, _RUNS if parameter.requires_grad else -1)
-        if state is None or state != self.state or not self.fresh.issuperset(formats):
-            with _LOCK:
-                self._renew(parameter, state, formats)
-        return [self.tensors[form] for form in formats]
+        state = watch.state(parameter, self.in_place)
+        # a cast captured into a CUDA graph runs at every replay, when nobody looks at states
+        if state is not None and parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            state = None
+        if state is not None and state == self.state:
+            asked, tensors = self.served.get(id(formats), _NOTHING)
+            if asked is formats:
+                return tensors
+        with _LOCK:
+            self._renew(parameter, state, formats)
+            tensors = [self.tensors[form] for form in formats]
+            self.served[id(formats)] = formats, tensors
+        return tensors
 
     def _renew(self, parameter: Tensor, state: Any, formats: Sequence[Format]) -> None:
         if state is None or state != self.state:
             self.fresh.clear()
+            self.served.clear()
         for form in formats:
             self._make(parameter, form)
-        # held weakly: the storage's memory goes, but its identity is not given to another one
-        self.storage = StorageRef(parameter)
         self.state = None if refusal(parameter) else state
 
     def _make(self, parameter: Tensor, form: Format) -> None:
@@ -233,19 +253,21 @@ class _Watch:
         self.alias: Tensor | None = None
         self.source: Tensor | None = None
 
-    def state(self, parameter: Tensor) -> Any:
-        """Equal at two times only if nothing is known to have changed between them; ``None``: not known."""
-        if parameter.is_inference() or (parameter.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # a captured cast runs at every replay, when nobody looks at states
+    def state(self, parameter: Tensor, inference: bool) -> Any:
+        """Equal at two times only if nothing is known to have changed between them; ``None``: not known.
+
+        Args:
+            inference: whether a training graph that ran is a sign of change. Not between microbatches.
+        """
+        if parameter.is_inference():
             return None
         return (
             parameter._version,
             parameter.data_ptr(),
-            storage_key(parameter),
             self.changes,
             -1 if self.alias is None else self.alias._version,
             -1 if self.source is None else self.source._version,
-            _STEPS if parameter.requires_grad else -1,
+            (_STEPS + _RUNS if inference else _STEPS) if parameter.requires_grad else -1,
         )
 
     def was_read(self, alias: Tensor) -> Tensor:

@@ -737,7 +737,7 @@ def test_formats_are_told_apart():
     rows = ScaleFormat(torch.float8_e4m3fn, 1, True)
     weight = nn.Parameter(randn(20, 32))
     formats = [e4m3, CastFormat(e4m3), CastFormat(e4m3, True, (16, 16)), rows, CastFormat(rows)]
-    got = weights.cached(weight, formats)
+    got = weights.cached([(weight, formats)])
     assert [tuple(t.shape) for t in got] == [(), (20, 32), (32, 32), (20,), (20, 32)]
     assert torch.equal(got[2][:, :20].view(torch.uint8), got[1].t().contiguous().view(torch.uint8))
     assert torch.equal(got[3], cast.scale(cast.amax(weight, 1), torch.float8_e4m3fn, True))

@@ -69,3 +69,37 @@ def test_compile_config(model: nn.Module):
     assert torch.equal(reference[0], logits[0])
     assert min(map(sqnr, reference[1:], logits[1:])) > 20
     assert [(r.training, r.converted, r.skipped) for r in reports] == [(False, 8, 0)]
+
+
+def test_weights_are_quantized_once_for_prompt_and_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    """Both graphs read the same copies, and the logits are those of quantizing in every call."""
+    from f8fx.kernels import cast
+
+    shapes: list[tuple[int, ...]] = []
+    definition = cast.quantize
+
+    def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return definition(x, *args)
+
+    weights = [tuple(p.shape) for p in model.parameters() if p.dim() == 2]
+    results, casts = [], []
+    for choice in ("dynamic", "cached"):
+        compiled = copy.deepcopy(model)
+        options = {**OPTIONS, "weights": choice}
+        compiled.forward = torch.compile(compiled.forward, backend="f8fx", options=options, fullgraph=True)
+        logits = generate(compiled)
+        with monkeypatch.context() as patch:
+            patch.setattr(cast, "quantize", counted)
+            shapes.clear()
+            results.append((logits, continued(compiled)))
+            casts.append(sum(shape in weights for shape in shapes))
+    for dynamic, cached in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(dynamic, cached, strict=True))
+    assert casts[0] > 0 and casts[1] == 0
+
+
+def continued(model: nn.Module) -> tuple[torch.Tensor, ...]:
+    """One more call with what is compiled already."""
+    with torch.no_grad():
+        return (model(torch.arange(3, 3 + 2 * PROMPT).view(2, PROMPT), use_cache=False).logits,)
