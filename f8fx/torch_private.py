@@ -346,6 +346,14 @@ class Lowering:
         x.realize()
         return x
 
+    def alone(self, x: Any) -> Any:
+        """:meth:`realized`, in a kernel that is fused with no other (``V.graph.no_fuse_buffer_names``)."""
+        from torch._inductor.virtualized import V
+
+        x.realize()
+        V.graph.no_fuse_buffer_names.add(x.get_name())
+        return x
+
     def definition(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the operator itself out of the generated code (``fallback_handler``)."""
         return self._lowering.fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)

@@ -205,3 +205,44 @@ def test_scales_of_the_data_are_clear_of_powers_of_two(shape):
         assert x.dtype == bf16
         for dim in (None, 0, 1):
             assert (cast.amax(x, dim) == 3).all()
+
+
+# -- what a GPU would be given
+
+
+def generated(name, monkeypatch=None, **forms):
+    """Code that Inductor makes of a function for an H100, in these forms."""
+    pytest.importorskip("triton")
+    codegen = pytest.importorskip("benchmarks.codegen")
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    (case,) = (c for c in canary.cases(CPU, torch.float8_e4m3fn, torch.float8_e5m2) if c.name == name)
+    with codegen.fake_tensor_mode():
+        inputs = [torch.empty(case.gpu_shape, dtype=bf16) for _ in range(2)]
+        graph = make_fx(case.run, tracing_mode="real")(*inputs)
+    if forms:
+        chosen = {**dict.fromkeys(FORMS, "fused"), **forms}
+        monkeypatch.setitem(canary._VERDICTS, torch.device("cuda", 0), Verdict("h100", chosen))
+    with codegen.h100(), torch._inductor.config.patch(canary._patches(forms)):
+        return codegen.generate(graph, False)
+
+
+@pytest.mark.parametrize("name", ["transposed cast", "both casts"])
+def test_the_transposed_store_stands_beside_a_minimum_or_maximum(name, monkeypatch):
+    """Else the check would not see the bug it is there for; in the safe form it stands alone."""
+    assert len(generated(name).triton) == 1
+    realized = generated(name, monkeypatch, transpose="realized")
+    assert len(realized.triton) == 2
+    source, store = realized.code.split("@triton.jit")[1:]
+    assert "tl.float8" not in source and "tl.float8" in store
+
+
+def test_definitions_are_called_out_of_the_code(monkeypatch):
+    code = generated("both casts", monkeypatch, transpose="definition").code
+    assert "torch.ops.f8fx.quantize_both.default(" in code and "tl.float8" not in code
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="a choice of Inductor's, read off 2.13")
+def test_rows_and_columns_are_reduced_in_one_kernel_unless_separate(monkeypatch):
+    assert "RSPLIT" in generated("row amax and column sum").code
+    assert "RSPLIT" not in generated("row amax and column sum", monkeypatch, reduction="separate").code
