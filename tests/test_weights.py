@@ -172,7 +172,7 @@ def test_one_copy_for_all_graphs_that_read_a_weight(casts):
     casts.clear()
     b = torch.compile(
         lambda x: F.relu(second(x)),
-        backend="f8fx",
+        backend=f8fx.f8fx,
         options={"weights": "cached", "select": "all", "executor": "eager"},
     )
     infer(b, x16())
@@ -215,7 +215,7 @@ def test_dynamic_shapes_and_recompilation(casts):
 def uncached_rows(model, x):
     """Without touching what Dynamo has compiled."""
     return torch.compile(
-        copy.deepcopy(model), backend="f8fx", options={"select": "all", "executor": "eager"}, dynamic=False
+        copy.deepcopy(model), backend=f8fx.f8fx, options={"select": "all", "executor": "eager"}, dynamic=False
     )(x).detach()
 
 
@@ -224,7 +224,7 @@ def test_two_models_of_one_class_share_code_and_no_weights():
     options = {"weights": "cached", "select": "all", "executor": "eager", "strict": True}
     torch._dynamo.reset()
     with recording() as reports:
-        f8 = [torch.compile(model, backend="f8fx", options=options) for model in (one, two)]
+        f8 = [torch.compile(model, backend=f8fx.f8fx, options=options) for model in (one, two)]
         got = [infer(model, x) for model in f8]
     assert len(reports) <= 2
     for model, y in zip((one, two), got, strict=True):
@@ -323,7 +323,7 @@ def test_peft_merges_are_seen():
         y = infer(f8, x)
         torch._dynamo.reset()
         options = {"select": "all", "executor": "eager"}
-        assert torch.equal(infer(torch.compile(model, backend="f8fx", options=options), x), y)
+        assert torch.equal(infer(torch.compile(model, backend=f8fx.f8fx, options=options), x), y)
         f8 = warm(model, x)
     assert not torch.equal(before, y)
 
@@ -340,7 +340,7 @@ original = Find.__call__
 Find.__call__ = lambda self, graph: (ran.append(1), original(self, graph))[1]
 torch.manual_seed(0)
 model = nn.Linear(32, 48).to(torch.bfloat16)
-f8 = torch.compile(model, backend="f8fx", options={"select": "all", "strict": True, "weights": "cached"})
+f8 = torch.compile(model, backend=f8fx.f8fx, options={"select": "all", "strict": True, "weights": "cached"})
 x = torch.ones(16, 32, dtype=torch.bfloat16).div_(3)
 with torch.no_grad(), f8fx.recording() as reports:
     first = f8(x).float().sum().item()
@@ -525,7 +525,7 @@ def test_training_and_evaluation_in_turns():
 
 def uncompiled_reference(model):
     options = {"select": "all", "executor": "eager", "strict": True}
-    return torch.compile(model, backend="f8fx", options=options)
+    return torch.compile(model, backend=f8fx.f8fx, options=options)
 
 
 def test_another_models_optimizer_does_not_mind_a_frozen_model(casts):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import f8fx
 from f8fx.report import recording
 from tests.helpers import sqnr
 from tests.integration import training
@@ -49,7 +50,7 @@ def generate(model: nn.Module, **options: Any) -> tuple[torch.Tensor, ...]:
 def test_compiled_forward(model: nn.Module):
     compiled = copy.deepcopy(model)
     with recording() as reports:
-        compiled.forward = torch.compile(compiled.forward, backend="f8fx", options=OPTIONS, fullgraph=True)
+        compiled.forward = torch.compile(compiled.forward, backend=f8fx.f8fx, options=OPTIONS, fullgraph=True)
         logits = generate(compiled)
     # 27 dB measured
     assert min(map(sqnr, generate(model), logits)) > 20
@@ -61,7 +62,7 @@ def test_compiled_forward(model: nn.Module):
 
 def test_compile_config(model: nn.Module):
     """``generate`` compiles by itself what follows the prompt."""
-    config = transformers.CompileConfig(backend="f8fx", mode=None, options=OPTIONS, fullgraph=True)
+    config = transformers.CompileConfig(backend=f8fx.f8fx, mode=None, options=OPTIONS, fullgraph=True)
     config._compile_all_devices = True  # otherwise on accelerators only
     with recording() as reports:
         logits = generate(copy.deepcopy(model), compile_config=config)
@@ -87,7 +88,7 @@ def test_weights_are_quantized_once_for_prompt_and_tokens(model: nn.Module, monk
     for choice in ("dynamic", "cached"):
         compiled = copy.deepcopy(model)
         options = {**OPTIONS, "weights": choice}
-        compiled.forward = torch.compile(compiled.forward, backend="f8fx", options=options, fullgraph=True)
+        compiled.forward = torch.compile(compiled.forward, backend=f8fx.f8fx, options=options, fullgraph=True)
         logits = generate(compiled)
         with monkeypatch.context() as patch:
             patch.setattr(cast, "quantize", counted)
