@@ -9,14 +9,15 @@ A copy is used again only if the parameter's *state* is what it was when the cop
 is read at every call, without a look at the data and without waiting for a device:
 
 * ``_version``: in-place operations, ``copy_`` (``load_state_dict``), foreach optimizers;
-* the Parameter object and its address: ``load_state_dict(assign=True)``, whatever moves its memory;
+* the Parameter object and its address: ``load_state_dict(assign=True)``, and whatever moves its memory;
 * the number of ``torch.optim`` steps, of any optimizer: fused ones change weights and leave ``_version``
   as it was. A parameter with ``requires_grad=False`` only minds optimizers that hold it;
 * the number of training graphs that f8fx ran with this option: an optimizer that is not
   ``torch.optim``'s comes after one of them;
-* ``p.data = other`` (``.to()`` does it), and reads of ``p.data``. What is written through that alias counts in a version of its own. So while there are
-  copies, ``nn.Parameter.data`` is a Python property: it hands out aliases that all share one version
-  counter, and that counter is part of the state. A read by itself makes the next call cast again.
+* ``p.data = other``, which is how ``.to()`` works, and reads of ``p.data``. What is written through that alias
+  counts in a version of its own. So while there are copies, ``nn.Parameter.data`` is a Python property
+  (:mod:`f8fx.parameter_data`): it hands out aliases that all share one version counter, and that counter
+  is part of the state. A read by itself makes the next call cast again.
 
 What no signal tells is listed at :func:`refresh_weights`. Where a parameter is known to be written
 behind all of these (:func:`refusal`), it is cast at each call.

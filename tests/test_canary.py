@@ -139,7 +139,7 @@ def test_a_check_that_fails_itself_chooses_the_safe_forms(monkeypatch, broken):
     monkeypatch.setattr(canary, broken, fail)
     with pytest.warns(UserWarning, match="RuntimeError: no such thing") as caught:
         verdict = canary.check(CPU)
-    assert len(caught) == 1
+    assert len([w for w in caught if "f8fx" in str(w.message)]) == 1
     assert verdict.forms == {kind: forms[-1] for kind, forms in FORMS.items()}
 
 
