@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .options import OptionError, Options
     from .recipe import GemmSpec, QuantSpec, Recipe
     from .report import Decision, GemmInfo, GraphReport, recording
+    from .weights import refresh_weights, reuse_weights
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,8 @@ _HOME = {
     "GemmInfo": "report",
     "GraphReport": "report",
     "recording": "report",
+    "refresh_weights": "weights",
+    "reuse_weights": "weights",
 }
 
 __all__ = [
@@ -62,6 +65,8 @@ __all__ = [
     "install",
     "installed",
     "recording",
+    "refresh_weights",
+    "reuse_weights",
     "uninstall",
 ]
 

@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
-from . import executor, lowerings
+from . import canary, executor, lowerings, weight_inputs
 from .agreement import confirm, confirm_plain
-from .cache import CacheKey, load_report, store_report
+from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options
 from .partition import Partitioner
-from .passes import FilterError, Pipeline
+from .passes import FilterError, Pipeline, WeightInputs
 from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
 from .torch_private import (
@@ -36,6 +37,9 @@ from .torch_private import (
 from .tuning import tuning
 
 CompileFx = Callable[..., Any]
+
+
+Run = Callable[[fx.GraphModule, Sequence[Any], "GraphPass | None"], Callable[..., Any]]
 
 
 class PassError(RuntimeError):
@@ -131,33 +135,94 @@ def compile_graph(
     """
     _warn_version()
     config = {**(patches or {}), **options.inductor}
+    compile_fx = compile_fx or compile_fx_module().compile_fx
+    if options.executor == "inductor":
+        config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
     graph_pass = _graph_pass(gm, example_inputs, options, config)
-    run = _runner(example_inputs, options, config, compile_fx or compile_fx_module().compile_fx)
+    run = _runner(options, config, compile_fx)
     # compilers take over the graph they are given: keep one for the fallback
     spare = None if options.strict else fx.GraphModule(gm, copy.deepcopy(gm.graph))
     try:
         # a backward that fails must fail here, where there is something to fall back to
         with contextlib.nullcontext() if options.strict else eager_backward_lowering():
-            compiled = run(gm, graph_pass)
+            if options.weights == "dynamic":
+                compiled = run(gm, example_inputs, graph_pass)
+            else:
+                compiled = _run_with_weights(gm, example_inputs, options, config, graph_pass, run)
     except Exception as error:
         sends_float8 = any(g.moved for report in graph_pass.reports for g in report.gathers)
         # the other ranks go on: this one must not send something else
         if spare is None or sends_float8 or not _is_ours(error, graph_pass):
             raise
-        return _fall_back(error, graph_pass, options, lambda: run(spare, None))
+        return _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
     _publish(graph_pass, options)
     return compiled
 
 
-def _runner(
-    example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any], compile_fx: CompileFx
-) -> Callable[[fx.GraphModule, GraphPass | None], Callable[..., Any]]:
+def _run_with_weights(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    config: Mapping[str, Any],
+    graph_pass: GraphPass,
+    run: Run,
+) -> Callable[..., Any]:
+    """Compiles a graph so that it takes the float8 copies of its weights as inputs, where it can."""
+    found = weight_inputs.candidates(gm, example_inputs)
+    if not found.weights or config.get("freezing", inductor_config().freezing):
+        return run(gm, example_inputs, graph_pass)  # frozen weights are constants of the compiled code
+    plain, training = (graph_pass.pipeline, graph_pass.key), False
+    try:
+        inputs, training = _weight_inputs(gm, example_inputs, options, graph_pass, found)
+        if not training or options.weights == "reused":
+            graph_pass.pipeline = _pipeline(options, inputs)
+            graph_pass.key = graph_pass.key.extended(inputs)
+            longer, examples = weight_inputs.extended(gm, example_inputs, inputs, training)
+            return weight_inputs.wrapped(run(longer, examples, graph_pass), inputs, training)
+    except FilterError:
+        raise
+    except Exception as error:
+        if options.strict:
+            raise
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        warnings.warn(f"f8fx: the weights of a graph are quantized in each call ({what})", stacklevel=2)
+        log.debug("f8fx: no weight inputs", exc_info=error)
+        (graph_pass.pipeline, graph_pass.key), graph_pass.reports = plain, []
+    compiled = run(gm, example_inputs, graph_pass)
+    return weight_inputs.noting_training(compiled) if training else compiled
+
+
+def _weight_inputs(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    graph_pass: GraphPass,
+    found: WeightInputs,
+) -> tuple[WeightInputs, bool]:
+    """The casts of weights that the passes make in a graph, and whether it is a training graph."""
+    kept = load_weights(graph_pass.key, found)
+    if kept is not None:
+        return kept
+    trial = GraphPass(_pipeline(options, found), graph_pass.key, graph_pass.before)
+    executor.trace(gm, example_inputs, trial)
+    assert trial.pipeline.reuse is not None
+    inputs = found.with_casts(trial.pipeline.reuse.seen)
+    training = any(report.training for report in trial.reports)
+    store_weights(graph_pass.key, inputs, training)
+    return inputs, training
+
+
+def _runner(options: Options, config: Mapping[str, Any], compile_fx: CompileFx) -> Run:
     """What compiles a graph: with the pass, or, given none, as if f8fx were not there."""
 
-    def run_eagerly(graph: fx.GraphModule, graph_pass: GraphPass | None) -> Callable[..., Any]:
+    def run_eagerly(
+        graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
+    ) -> Callable[..., Any]:
         return executor.compile_eager(graph, example_inputs, graph_pass, save=options.save)
 
-    def run_inductor(graph: fx.GraphModule, graph_pass: GraphPass | None) -> Callable[..., Any]:
+    def run_inductor(
+        graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
+    ) -> Callable[..., Any]:
         if graph_pass is None:
             return compile_fx(graph, example_inputs, config_patches=dict(config))
         ours: dict[str, Any] = {"joint_custom_pre_pass": graph_pass}
@@ -176,19 +241,29 @@ def _runner(
 def _graph_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any]
 ) -> GraphPass:
+    previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
+    if previous is None:
+        previous = ()
+    elif not isinstance(previous, (list, tuple)):
+        previous = (previous,)
+    key = CacheKey.of(gm, example_inputs, options)
+    if replaced := canary.key(_devices(example_inputs)):
+        key = key.extended(replaced)
+    return GraphPass(_pipeline(options), key, previous, tuning(config))
+
+
+def _devices(example_inputs: Sequence[Any]) -> list[torch.device]:
+    return [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+
+
+def _pipeline(options: Options, weights: WeightInputs | None = None) -> Pipeline:
     watch = None
     if options.debug:
 
         def watch(name: str, text: str) -> None:
             log.debug("after %s:\n%s", name, text)
 
-    pipeline = options.pipeline(watch=watch)
-    previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
-    if previous is None:
-        previous = ()
-    elif not isinstance(previous, (list, tuple)):
-        previous = (previous,)
-    return GraphPass(pipeline, CacheKey.of(gm, example_inputs, options), previous, tuning(config))
+    return options.pipeline(watch=watch, weights=weights)
 
 
 def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from .options import Options
+from .passes.reuse import CastFormat, ScaleFormat, WeightInputs
 from .report import GraphReport, log
 from .torch_private import group_backends, inductor_cache_dir, size_hint
 
@@ -40,6 +41,10 @@ class CacheKey:
 
     uuid: str | None
     graph: str
+
+    def extended(self, decided: Any) -> CacheKey:
+        """The key of the same graph compiled with something more decided, told apart by its ``repr``."""
+        return CacheKey(self.uuid and _digest([self.uuid, decided]), self.graph)
 
     @staticmethod
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:
@@ -119,19 +124,21 @@ def _metadata(value: Any) -> Any:
     return type(value).__name__
 
 
-def _record(key: CacheKey) -> Path:
-    return Path(inductor_cache_dir()) / "f8fx" / f"{_digest([key.uuid, key.graph])}.json"
+def _record(key: CacheKey, kind: str = "") -> Path:
+    return Path(inductor_cache_dir()) / "f8fx" / f"{_digest([key.uuid, key.graph])}{kind}.json"
 
 
 def store_report(key: CacheKey, reports: list[GraphReport]) -> None:
     """Keeps what was decided for a graph, for later cache hits. Failing to is not an error."""
-    if key.uuid is None:
-        return
-    path = _record(key)
+    if key.uuid is not None:
+        _store(_record(key), [report.to_dict() for report in reports])
+
+
+def _store(path: Path, data: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump([report.to_dict() for report in reports], file)
+            json.dump(data, file)
         os.replace(file.name, path)
     except OSError as error:
         log.debug("f8fx: could not keep the record of decisions: %s", error)
@@ -147,3 +154,40 @@ def load_report(key: CacheKey, recipe: str) -> list[GraphReport]:
     for report in reports:
         report.cached = True
     return reports
+
+
+def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:
+    """Keeps which casts of weights a graph makes, so that a later process need not trace it to learn them."""
+    if key.uuid is None:
+        return
+    casts = [
+        [
+            weight.position,
+            *(str(cast.scale.dtype).removeprefix("torch."), cast.scale.dim, cast.scale.power_of_2),
+            *(cast.transpose, cast.align),
+        ]
+        for weight in inputs.weights
+        for cast in weight.casts
+    ]
+    _store(_record(key, "-weights"), {"candidates": _positions(inputs), "casts": casts, "training": training})
+
+
+def load_weights(key: CacheKey, candidates: WeightInputs) -> tuple[WeightInputs, bool] | None:
+    """What :func:`store_weights` kept for a graph with these candidates."""
+    if key.uuid is None:
+        return None
+    seen: dict[int, list[CastFormat]] = {}
+    try:
+        data = json.loads(_record(key, "-weights").read_text())
+        if data["candidates"] != _positions(candidates):
+            return None
+        for position, dtype, dim, power_of_2, transpose, (rows, columns) in data["casts"]:
+            scale = ScaleFormat(getattr(torch, dtype), dim, power_of_2)
+            seen.setdefault(position, []).append(CastFormat(scale, transpose, (rows, columns)))
+        return candidates.with_casts(seen), bool(data["training"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _positions(inputs: WeightInputs) -> list[int]:
+    return [weight.position for weight in inputs.weights]

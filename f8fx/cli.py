@@ -146,7 +146,7 @@ def _function(spec: str) -> Callable[[], Any]:
 def _doctor(args: argparse.Namespace) -> int:
     from f8fx.doctor import diagnose
 
-    diagnosis = diagnose()
+    diagnosis = diagnose(args.canaries)
     if args.json:
         print(json.dumps(diagnosis.to_dict(), indent=2))
     else:
@@ -199,6 +199,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--canaries", action="store_true", help="also check the kernels that Inductor generates for the CPU"
+    )
     return parser
 
 

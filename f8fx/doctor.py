@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from f8fx import canary
 from f8fx.hardware import Hardware, of_device
 from f8fx.recipe import PRESETS, ROLES, Recipe
 from f8fx.torch_private import SUPPORTED_TORCH, check_version, supports_rowwise_scaled_mm
@@ -176,12 +177,14 @@ class Device:
         hardware: its entry in the hardware table.
         float8_tensor_cores: whether float8 can be faster than bf16 on it.
         recipes: name of each preset -> ``"yes"``, ``"emulated ..."`` or ``"no: ..."``, with the reason.
+        kernels: whether generated float8 kernels write the right bytes (:mod:`f8fx.canary`).
     """
 
     name: str
     hardware: str
     float8_tensor_cores: bool
     recipes: Mapping[str, str]
+    kernels: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ class Diagnosis:
             width = 4 + max(map(len, device.recipes))
             for recipe, verdict in device.recipes.items():
                 console.print(_entry(f"  {recipe}", verdict, width))
+            console.print(_entry("  kernels", device.kernels, width))
 
         if not self.issues:
             console.print("\nNo known upstream bugs apply to these versions.")
@@ -288,8 +292,20 @@ def runs(recipe: Recipe, device_type: str, hardware: Hardware) -> str:
     return f'emulated by {by} with select="all", slower than bf16; "auto" converts nothing'
 
 
-def diagnose() -> Diagnosis:
-    """Looks at this installation and this machine."""
+def _kernels(device: torch.device, hardware: Hardware, on_cpu: bool) -> str:
+    if not hardware.float8_dtypes:
+        return "none in float8"
+    if device.type == "cpu" and not on_cpu:
+        return "not checked (f8fx doctor --canaries does it)"
+    return str(canary.verdict_on(device))
+
+
+def diagnose(canaries: bool = False) -> Diagnosis:
+    """Looks at this installation and this machine.
+
+    Args:
+        canaries: check the kernels that Inductor generates on the CPU as well; those on GPUs always are.
+    """
     triton = version_of("triton") or version_of("pytorch-triton-rocm")
     torch_version = str(torch.__version__)
     versions = {
@@ -321,7 +337,8 @@ def diagnose() -> Diagnosis:
     for name, device in places:
         hardware = of_device(device)
         verdicts = {preset: runs(recipe, device.type, hardware) for preset, recipe in PRESETS.items()}
-        devices.append(Device(name, hardware.name, hardware.float8_tensor_cores, verdicts))
+        kernels = _kernels(device, hardware, canaries)
+        devices.append(Device(name, hardware.name, hardware.float8_tensor_cores, verdicts, kernels))
     has_cuda = torch.cuda.is_available() and torch.version.hip is None
     issues = tuple(i for i in KNOWN_ISSUES if i.applies(torch_version, triton, has_cuda))
     return Diagnosis(versions, SUPPORTED_TORCH, tuple(warnings), tuple(devices), issues)

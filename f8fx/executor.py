@@ -8,6 +8,8 @@ fraction of a second: for debugging and for tests.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,13 +39,8 @@ def compile_eager(
     partitioner = Partitioner(save)
 
     def apply(graph: fx.GraphModule) -> None:
-        """To the graph and, as Inductor does, to the bodies of its higher-order operators."""
-        if transform is None:
-            return
-        for module in graph.modules():
-            if isinstance(module, fx.GraphModule):
-                transform(module.graph)
-                module.recompile()
+        if transform is not None:
+            _apply(transform, graph)
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         apply(joint)
@@ -68,3 +65,38 @@ def compile_eager(
         keep_inference_input_mutations=True,
     )
     return backend(gm, example_inputs)
+
+
+class _Traced(BaseException):
+    """Ends a trace that is not to be compiled."""
+
+
+def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], look: GraphTransform) -> None:
+    """Shows ``look`` the joint or inference graph of a Dynamo graph, and compiles nothing.
+
+    Args:
+        look: may change the graph, which is thrown away.
+    """
+
+    def stop(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        _apply(look, graph)
+        raise _Traced
+
+    backend = aot_backend(
+        fw_compiler=stop,
+        bw_compiler=stop,
+        inference_compiler=stop,
+        partition_fn=stop,
+        decompositions=decompositions(),
+        keep_inference_input_mutations=True,
+    )
+    with contextlib.suppress(_Traced):
+        backend(fx.GraphModule(gm, copy.deepcopy(gm.graph)), example_inputs)
+
+
+def _apply(transform: GraphTransform, graph: fx.GraphModule) -> None:
+    """To the graph and, as Inductor does, to the bodies of its higher-order operators."""
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            transform(module.graph)
+            module.recompile()

@@ -20,13 +20,13 @@ Three things are pinned by hand:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from typing import Any
 
 import torch
 
-from . import ops
+from . import canary, ops
 from .recipe import EPS
 from .torch_private import Lowering, Parts, express_min_max_as_where, inductor_lowering
 
@@ -38,10 +38,14 @@ def register() -> None:
     """Registers the lowerings with Inductor, once; the backend calls it before the first compile."""
     express_min_max_as_where()
     table = inductor_lowering()
-    table.register(ops.amax, lambda x, dim=None: _amax(table, x, dim))
+
+    def register_guarded(op: Any, fused: Callable[..., Any]) -> None:
+        table.register(op, canary.guarded(table, op, fused))
+
+    register_guarded(ops.amax, lambda x, dim=None: _amax(table, x, dim))
     table.register(ops.scale, lambda amax, **kwargs: _scale(table, amax, **kwargs))
-    table.register(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
-    table.register(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
+    register_guarded(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
+    register_guarded(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
     table.register(ops.materialize, table.realized)
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))

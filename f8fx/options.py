@@ -53,6 +53,9 @@ class Options:
             saved than in high precision; ``"fast"`` saves what the forward has cast.
         wire: dtype in which float8 tensors are gathered: ``"float8"`` (NCCL), ``"uint8"``, a view of them, for
             backends that reject float8 (gloo), ``"auto"``, by backend. ``"off"``: gathers stay in high precision.
+        weights: ``"dynamic"`` quantizes weights in every call; ``"cached"`` keeps their float8 copies from
+            call to call of inference graphs (:mod:`f8fx.weights`); ``"reused"`` does so too, and lets
+            training graphs take theirs from :func:`f8fx.reuse_weights`.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
@@ -72,6 +75,7 @@ class Options:
     rowwise_scales: Literal["in_gemm", "torchao"] | None = None
     save: Save = "lean"
     wire: Wire = "auto"
+    weights: Literal["dynamic", "cached", "reused"] = "dynamic"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
     target: Hardware | None = None
@@ -120,7 +124,8 @@ class Options:
         arguments: dict[str, Any] = {
             "debug": self.debug,
             "rowwise_scales": None if scales is None else (lambda device: scales),
-            "merge": self.merge,
+            # kept copies are of single weights
+            "merge": self.merge if self.weights == "dynamic" else "never",
             "weights_at_once": self.save == "fast",
             "wire": self.wire,
             **overrides,
@@ -132,7 +137,7 @@ class Options:
         hw = self.target
         target = hw and tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
         filters = (self.filter_fqns, self.only_fqns)
-        chosen = (self.pad, self.merge, self.rowwise_scales, self.save, self.wire)
+        chosen = (self.pad, self.merge, self.rowwise_scales, self.save, self.wire, self.weights)
         return (self.recipe, self.select, filters, chosen, target)
 
 
@@ -224,6 +229,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao"),
     "save": _choice("save", "lean", "fast"),
     "wire": _choice("wire", "auto", "float8", "uint8", "off"),
+    "weights": _choice("weights", "dynamic", "cached", "reused"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),
     "target": _target,

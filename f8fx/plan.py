@@ -26,6 +26,7 @@ class PlannedOperand:
         rowwise: whether it is scaled rowwise.
         itemsize: bytes per element of the high-precision tensor.
         amax_fused: whether the tensor's producer can compute the amax (a norm, an activation).
+        cached: whether the cast was made before and costs nothing.
     """
 
     key: Hashable
@@ -35,6 +36,7 @@ class PlannedOperand:
     rowwise: bool
     itemsize: int = 2
     amax_fused: bool = False
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class _Plan:
         """The casts and amaxes that a gemm needs; enters their cost and this user."""
         model, found = self.model, list[Hashable]()
         for op, kind in zip(gemm.operands, ROLE_OPERANDS[gemm.role], strict=True):
+            if op.cached:
+                continue
             cast, amax = (op.key, op.transposed, op.rowwise), (op.key, "amax")
             if cast not in self.seconds:
                 self.seconds[cast] = model.cast_seconds(

@@ -9,6 +9,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,18 @@ def fake_like(
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors, fake ones too, that are views of one memory (``UntypedStorage._cdata``)."""
     return tensor.untyped_storage()._cdata
+
+
+def managed_by_fsdp(parameter: torch.Tensor) -> bool:
+    """Whether a parameter may be one that FSDP fills by all-gathers, preserving ``_version``.
+
+    FSDP1 marks them (``_fsdp_flattened``). FSDP2 does not: once a module of this process is sharded
+    (its class is then a subclass of ``FSDPModule``), any plain parameter may be one.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        return True
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and bool(module.FSDPModule.__subclasses__())
 
 
 # -- symbolic sizes -------------------------------------------------------------------------------
@@ -264,6 +277,27 @@ def inductor_cache_dir() -> str:
     return cache_dir()
 
 
+def mark_as_dynamo_graph(copied: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Gives a copy of a Dynamo graph what AOTAutograd reads in one beside its nodes.
+
+    ``_dynamo_source`` of placeholders, ``_param_name_to_source`` and ``meta["dynamo_compile_id"]``: without them
+    it would not know which inputs keep their address (``_try_get_metadata_from_dynamo``).
+    """
+    copied.meta.update(original.meta)
+    if hasattr(original, "_param_name_to_source"):
+        copied._param_name_to_source = original._param_name_to_source
+    for new, old in zip(copied.graph.nodes, original.graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+
+
+def untraced() -> Any:
+    """A block in which compiling is no part of the compilation going on (``torch._guards.tracing``)."""
+    from torch._guards import tracing
+
+    return tracing(None)
+
+
 # -- AOTAutograd ----------------------------------------------------------------------------------
 
 
@@ -364,6 +398,12 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, previous)
 
 
+def is_present(device: torch.device) -> bool:
+    """Whether a GPU is really there, not only in the shapes of fake tensors (``torch._C._cuda_getDeviceCount``)."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)  # missing in builds for the CPU
+    return count is not None and count() > (device.index or 0)
+
+
 class Parts(NamedTuple):
     """Values that stand side by side along a dimension."""
 
@@ -420,6 +460,20 @@ class Lowering:
         x.realize()
         return x
 
+    def alone(self, x: Any) -> Any:
+        """:meth:`realized`, in a kernel that is fused with no other (``V.graph.no_fuse_buffer_names``)."""
+        from torch._inductor.virtualized import V
+
+        x.realize()
+        V.graph.no_fuse_buffer_names.add(x.get_name())
+        if self.parts(x) is not None:
+            x.f8fx_parts = None
+        return x
+
+    def definition(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the operator itself out of the generated code (``fallback_handler``)."""
+        return self._lowering.fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+
     def row_major(self, x: Any) -> Any:
         """The 2-D value in a buffer of its own with contiguous strides."""
         return self._ir.ExternKernel.require_stride_order(x, [1, 0])
@@ -468,13 +522,6 @@ class Lowering:
         from torch._inductor.virtualized import V
 
         return x.get_device().type != "cpu" and V.graph.sizevars.statically_known_geq(x.get_size()[0], rows)
-
-    def alone(self, x: Any) -> Any:
-        """The realized value, written by a kernel that Inductor fuses with no other."""
-        from torch._inductor.virtualized import V
-
-        V.graph.no_fuse_buffer_names.add(x.get_name())
-        return x
 
     def is_normalized(self, target: Any) -> bool:
         """Whether the node being lowered is a `target` of something pointwise over a tensor and one number a row."""

@@ -7,6 +7,7 @@
    2     select      convert or skip, with the reason                            (only looks)
    3     merge       matmuls that read one input become one
    4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
+   4b    reuse       casts of weights that were made before, where the caller offers them
    5     share       one amax, scale and cast for each tensor and granularity
    6     collectives casts move above all-gathers, so that float8 travels
    6b    materialize residual sums that several kernels read are written once
@@ -40,6 +41,7 @@ from .find import Find, backward_nodes
 from .materialize import Materialize
 from .merge import Merge
 from .quantize import Quantize, RowwiseScales
+from .reuse import Reuse, WeightInputs
 from .select import FilterError, Policy, Select
 from .share import Share
 from .tags import Tags
@@ -53,10 +55,12 @@ __all__ = [
     "Pipeline",
     "Policy",
     "Quantize",
+    "Reuse",
     "RowwiseScales",
     "Select",
     "Share",
     "Tags",
+    "WeightInputs",
     "best_rowwise_scales",
     "check",
     "describe",
@@ -77,6 +81,7 @@ class Pipeline:
         weights_at_once: make both layouts of a weight in the forward (``save="fast"``).
         merge: whether matmuls that read one input become one: where the cost model says it pays, or never.
         wire: dtype in which float8 is gathered; see :class:`Collectives`.
+        weights: parameters that are cast elsewhere, and the inputs through which their copies come.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Pipeline:
         merge: Literal["auto", "never"] = "auto",
         weights_at_once: bool = False,
         wire: Wire = "auto",
+        weights: WeightInputs | None = None,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
@@ -99,6 +105,7 @@ class Pipeline:
         self.select = Select(recipe, policy, hardware, predict)
         self.merge = Merge(merge, self.select.hardware_of)
         self.quantize = Quantize(recipe, rowwise_scales or best_rowwise_scales)
+        self.reuse = Reuse(weights) if weights is not None else None
         self.share = Share(weights_at_once)
         self.collectives = Collectives(wire)
         self.materialize = Materialize()
@@ -123,11 +130,14 @@ class Pipeline:
             return result
 
         found = run("find", self.find, graph)
-        choices = run("select", self.select, found)
+        cached = self.reuse.cached(graph) if self.reuse is not None and not report.training else ()
+        choices = run("select", self.select, found, cached)
         conversions = [choice for choice in choices if isinstance(choice, Convert)]
         if conversions:
             conversions = run("merge", self.merge, graph, conversions)
             run("quantize", self.quantize, graph, conversions)
+            if self.reuse is not None:
+                run("reuse", self.reuse, graph)
             run("share", self.share, graph)
             report.gathers = run("collectives", self.collectives, graph)
             run("materialize", self.materialize, graph)

@@ -7,12 +7,13 @@ reason in words that recur, so that reasons can be counted, and the numbers in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import torch
+from torch import fx
 
 from f8fx import hardware as hardware_table
 from f8fx.hardware import Hardware
@@ -71,9 +72,10 @@ class Select:
         self.hardware = hardware
         self.predict = predict
 
-    def __call__(self, found: Found) -> list[Choice]:
+    def __call__(self, found: Found, cached: Collection[fx.Node] = ()) -> list[Choice]:
+        """The choices; casts of the ``cached`` weights cost nothing."""
         choices = [self._legal(gemm) for gemm in found.gemms]
-        worth = Worth(self.recipe, self.hardware_of)
+        worth = Worth(self.recipe, self.hardware_of, cached)
         if self.policy.select == "auto":
             choices = worth.decide(choices)
         elif self.predict:

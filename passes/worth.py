@@ -6,7 +6,7 @@ read (:mod:`f8fx.plan`). A dynamic size counts with the value it was traced with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -51,11 +51,18 @@ class Worth:
     Args:
         recipe: decides what casts a gemm needs.
         hardware_of: the hardware a matmul on a device is decided for.
+        cached: weights whose casts cost nothing, since they were made before.
     """
 
-    def __init__(self, recipe: Recipe, hardware_of: Callable[[torch.device], Hardware]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        hardware_of: Callable[[torch.device], Hardware],
+        cached: Collection[fx.Node] = (),
+    ) -> None:
         self.recipe = recipe
         self.hardware_of = hardware_of
+        self.cached = cached
 
     def decide(self, choices: Sequence[Choice]) -> list[Choice]:
         """The choices with every conversion that does not pay turned into a skip."""
@@ -122,7 +129,7 @@ class Worth:
         gemm, verdict, layer, model = choice.gemm, prediction.verdict, prediction.layer, prediction.model
         speedup, seconds = prediction.speedup, verdict.high_seconds
         detail = verdict.reason
-        if layer.dynamic:
+        if layer.dynamic and not any(operand.node in self.cached for operand in (gemm.left, gemm.right)):
             threshold = model.threshold(layer.k, layer.n, self.recipe, layer.roles)
             detail += "; never pays" if threshold is None else f"; pays for M >= {threshold}"
         if not verdict.convert:
@@ -170,6 +177,7 @@ class Worth:
             rowwise=spec.granularity == "rowwise",
             itemsize=operand.dtype.itemsize,
             amax_fused=operand.fused,
+            cached=operand.kind == "weight" and operand.node in self.cached,
         )
 
 

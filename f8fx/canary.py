@@ -1,0 +1,318 @@
+"""Does the generated code write the right bytes? Asked once per device, before the first graph is compiled for it.
+
+Compilers have bugs that show in float8 only. Triton writes garbage in a transposed 1-byte store that stands
+next to a NaN-propagating maximum (https://github.com/triton-lang/triton/issues/11111), rounds twice on Ada before 3.9
+(https://github.com/triton-lang/triton/pull/11753), and Inductor's reductions over rows and columns in one
+kernel ("mix order") had masks wrong. None of them raises; a model trains worse.
+
+So a few small functions of each *kind* of kernel are compiled by Inductor with the lowerings in force, and
+compared byte for byte with the definitions (:mod:`kernels.cast`). A kind that fails is compiled in the
+next safer form, until one passes:
+
+=============  ====================================================  ==========================================
+ kind           kernels                                               safer forms
+=============  ====================================================  ==========================================
+ ``cast``       row-major float8 copies                               ``definition``
+ ``transpose``  transposed copies, and both copies at once            ``realized``, ``definition``
+ ``reduction``  amaxes over the tensor, rows, columns, with casts     ``separate``, ``definition``
+=============  ====================================================  ==========================================
+
+``realized`` writes the source to memory in a kernel of its own, so that what computes it does not stand in one
+with the transposed store; ``separate`` turns mix-order reductions off; ``definition`` calls eager PyTorch out of the compiled code:
+slow, and right.
+
+Results are kept in the process and, beside Inductor's cache, on disk, under the device's name and the versions of torch,
+Triton and f8fx. What was chosen is part of the key of every graph compiled with anything but the first form. A launch
+configuration that autotuning picks later, for other sizes, is not covered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from . import ops
+from .cache import source_hash
+from .canary_cases import Case, Kind, cases, data, special
+from .hardware import of_device
+from .report import log
+from .torch_private import (
+    Lowering,
+    compile_fx_module,
+    inductor_cache_dir,
+    inductor_config,
+    is_present,
+    untraced,
+)
+
+Form = Literal["fused", "realized", "separate", "definition"]
+
+#: The forms of each kind, the preferred one first. Later kinds are checked with the forms chosen for earlier ones.
+FORMS: Mapping[Kind, tuple[Form, ...]] = {
+    "cast": ("fused", "definition"),
+    "transpose": ("fused", "realized", "definition"),
+    "reduction": ("fused", "separate", "definition"),
+}
+
+_MIX_ORDER = "triton.mix_order_reduction"
+
+CompileFx = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found on one device.
+
+    Attributes:
+        device: its name.
+        forms: the form in which each kind of kernel is compiled.
+        failures: what went wrong in the forms that were passed over, in sentences.
+        seconds: how long it took; 0 for a verdict from disk.
+    """
+
+    device: str
+    forms: Mapping[str, Form]
+    failures: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every kind passed in its preferred form."""
+        return not self.changed
+
+    @property
+    def changed(self) -> dict[str, Form]:
+        """The kinds that are compiled in a safer form."""
+        return {kind: form for kind, form in self.forms.items() if form != "fused"}
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "bytes agree in " + ", ".join(self.forms)
+        chosen = ", ".join(f"{kind} in its form {form!r}" for kind, form in self.changed.items())
+        return f"{chosen}; " + "; ".join(self.failures)
+
+
+# -- running them ----------------------------------------------------------------------------------
+
+
+def check(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
+    """Compiles and compares, and chooses a form for each kind. Raises nothing; warns once if anything failed.
+
+    Args:
+        compile_fx: Inductor's entry, default the current one.
+    """
+    compile_fx = compile_fx or compile_fx_module().compile_fx
+    start = time.perf_counter()
+    chosen: dict[str, Form] = {}
+    failures: list[str] = []
+    try:
+        types = of_device(device).float8_dtypes
+        functions = cases(device, types["e4m3"], types["e5m2"])
+        for kind, forms in FORMS.items():
+            chosen[kind] = forms[-1]
+            for form in forms[:-1]:
+                with _trying(device, {**chosen, kind: form}):
+                    wrong = _first_failure([c for c in functions if c.kind == kind], device, compile_fx)
+                if wrong is None:
+                    chosen[kind] = form
+                    break
+                failures.append(f"{kind} in its form {form!r}: {wrong}")
+    except Exception as error:  # an unknown device, say: then nothing is known to be right
+        failures.append(f"the check itself failed: {type(error).__name__}: {error}")
+        chosen = {kind: forms[-1] for kind, forms in FORMS.items()}
+    verdict = Verdict(_name(device), chosen, tuple(failures), time.perf_counter() - start)
+    if not verdict.ok:
+        _warn(verdict)
+    return verdict
+
+
+def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: CompileFx) -> str | None:
+    """What is wrong with the first function that does not give the bytes of its definition."""
+    for case in functions:
+        try:
+            x, y = data(case.gpu_shape if device.type == "cuda" else case.shape, device)
+            graph = fx.symbolic_trace(case.run)
+            # Inductor's caches do not know forms, and would give one the code of another
+            patches = {**_patches(_TRYING.forms), "force_disable_caches": True}
+            compiled = compile_fx(graph, [x, y], config_patches=patches)
+            for inputs in ((x, y), (special(x), y)):
+                for index, (want, got) in enumerate(zip(case.run(*inputs), compiled(*inputs), strict=True)):
+                    if not _same(want, got):
+                        return f"output {index} of {case.name!r} differs from its definition"
+        except Exception as error:
+            return f"{case.name!r} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def _same(want: Tensor, got: Tensor) -> bool:
+    """Bytewise, and in layout; NaNs are equal whatever their bits."""
+    if want.shape != got.shape or want.stride() != got.stride() or want.dtype != got.dtype:
+        return False
+    if want.dtype == torch.float32:
+        return torch.equal(want.nan_to_num(-1.0), got.nan_to_num(-1.0))
+    nan = want.float().isnan()
+    bits = want.view(torch.uint8) == got.view(torch.uint8)
+    return bool((bits | (nan & got.float().isnan())).all())
+
+
+# -- what graphs are compiled with -----------------------------------------------------------------
+
+
+class _Trying(threading.local):
+    """The forms a check is trying out on this thread."""
+
+    device: torch.device | None = None
+    forms: Mapping[str, Form] = {}
+
+
+_TRYING = _Trying()
+_VERDICTS: dict[torch.device, Verdict] = {}
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def _trying(device: torch.device, forms: Mapping[str, Form]) -> Iterator[None]:
+    _TRYING.device, _TRYING.forms = device, forms
+    try:
+        with contextlib.ExitStack() as stack:
+            for block in (untraced(), torch.inference_mode(False), torch.no_grad()):
+                stack.enter_context(block)
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            yield
+    finally:
+        _TRYING.device, _TRYING.forms = None, {}
+
+
+def applies(device: torch.device) -> bool:
+    """Whether a device is checked before graphs are compiled for it: GPUs that can run float8 gemms."""
+    return device.type == "cuda" and is_present(device) and bool(of_device(device).float8_dtypes)
+
+
+def ensure(devices: Iterable[torch.device], compile_fx: CompileFx | None = None) -> dict[str, Any]:
+    """Checks devices that were not; returns Inductor options that the verdicts ask for."""
+    patches: dict[str, Any] = {}
+    for device in dict.fromkeys(devices):
+        if _TRYING.device is None and applies(device):
+            patches |= _patches(verdict_on(device, compile_fx).forms)
+    return patches
+
+
+def verdict_on(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
+    """The verdict on a device: of this process, else of an earlier one with the same versions, else a new one."""
+    with _LOCK:
+        found = _VERDICTS.get(device)
+        if found is None:
+            found = _load(device)
+            if found is None:
+                from .lowerings import register
+
+                register()
+                found = check(device, compile_fx)
+                _store(device, found)
+            elif not found.ok:
+                _warn(found)
+            _VERDICTS[device] = found
+        return found
+
+
+def key(devices: Iterable[torch.device]) -> tuple[Any, ...]:
+    """What a cache key must hold of the forms in use: nothing where all are the preferred ones."""
+    verdicts = (_VERDICTS.get(device) for device in dict.fromkeys(devices))
+    return tuple(
+        sorted((v.device, *sorted(v.changed.items())) for v in verdicts if v is not None and not v.ok)
+    )
+
+
+def form(device: torch.device, kind: Kind) -> Form:
+    """The form in which a kind of kernel is to be compiled for a device."""
+    if _TRYING.device == device:
+        return _TRYING.forms.get(kind, "definition")
+    verdict = _VERDICTS.get(device)
+    return "fused" if verdict is None else verdict.forms[kind]
+
+
+def guarded(table: Lowering, op: Any, fused: Callable[..., Any]) -> Callable[..., Any]:
+    """The lowering of one of our operators in the form chosen for the device of its first argument."""
+
+    def lower(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if op is ops.amax:
+            kind: Kind = "reduction"
+        else:
+            kind = "transpose" if op is ops.quantize_both or kwargs.get("transpose") else "cast"
+        chosen = form(x.get_device(), kind)
+        if chosen == "definition":
+            return table.definition(op, x, *args, **kwargs)
+        if chosen == "realized":
+            x = table.alone(x)
+        return fused(x, *args, **kwargs)
+
+    return lower
+
+
+def _patches(forms: Mapping[str, Form]) -> dict[str, Any]:
+    if forms.get("reduction", "fused") == "fused" or _MIX_ORDER not in inductor_config().get_config_copy():
+        return {}
+    return {_MIX_ORDER: False}
+
+
+def _warn(verdict: Verdict) -> None:
+    warnings.warn(
+        f"f8fx: on {verdict.device} some float8 kernels that Inductor generates are wrong with these versions of "
+        f"torch and Triton, and are replaced by slower ones: {verdict}",
+        stacklevel=2,
+    )
+
+
+# -- on disk ---------------------------------------------------------------------------------------
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _path(device: torch.device) -> Path:
+    try:
+        triton: str | None = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    parts = [_name(device), str(torch.__version__), triton, source_hash()]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return Path(inductor_cache_dir()) / "f8fx" / f"canary-{digest}.json"
+
+
+def _load(device: torch.device) -> Verdict | None:
+    try:
+        found = json.loads(_path(device).read_text())
+        verdict = Verdict(found["device"], found["forms"], tuple(found["failures"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    known = all(verdict.forms.get(kind) in forms for kind, forms in FORMS.items())
+    return verdict if known else None
+
+
+def _store(device: torch.device, verdict: Verdict) -> None:
+    path = _path(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(asdict(verdict), file)
+        os.replace(file.name, path)
+    except OSError as error:
+        log.debug("f8fx: could not keep the result of the canaries: %s", error)

@@ -1,0 +1,121 @@
+"""The functions that :mod:`f8fx.canary` compiles, and the data it runs them on.
+
+Each is as small as can be and still gives a kernel of the shape that has been compiled wrongly: a
+minimum or maximum in the kernel of a transposed float8 store, a row amax in one kernel with a column sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+Kind = Literal["cast", "transpose", "reduction"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small function whose kernels are of one kind; run eagerly, it is its own definition.
+
+    Attributes:
+        run: of two bfloat16 tensors. What it does to them before a cast is exact, so that it does not matter
+            that Inductor keeps float32 where eager PyTorch rounds.
+        shape: on a CPU.
+        gpu_shape: on a GPU: several blocks, ragged.
+    """
+
+    name: str
+    kind: Kind
+    run: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    shape: tuple[int, int]
+    gpu_shape: tuple[int, int]
+
+
+def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[Case, ...]:
+    """The functions, for the float8 types of a device."""
+
+    def cast(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        scale = aten.full.default([], 100.0, dtype=torch.float32, device=device)
+        larger = aten.maximum.default(x, y)
+        return tuple(
+            ops.quantize(larger, scale, dtype=dtype, align=align)
+            for dtype, align in ((e4m3, [1, 1]), (e5m2, [16, 16]))
+        )
+
+    def transposed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        scale = aten.full.default([], 100.0, dtype=torch.float32, device=device)
+        larger = aten.maximum.default(aten.relu.default(x), y)
+        return (ops.quantize(larger, scale, dtype=e4m3, transpose=True, align=[16, 16]),)
+
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        scale = aten.full.default([], 100.0, dtype=torch.float32, device=device)
+        smaller = aten.minimum.default(x, y)
+        return _two(ops.quantize_both(smaller, scale, scale, dtype=e5m2))
+
+    def tensorwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        larger = aten.maximum.default(x, y)
+        scale = ops.scale(ops.amax(larger), dtype=e4m3)
+        return (scale, *_two(ops.quantize_both(larger, scale, scale, dtype=e4m3)))
+
+    def rowwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        larger = aten.maximum.default(x, y)
+        rows = ops.scale(ops.amax(larger, 1), dtype=e4m3, power_of_2=True)
+        columns = ops.scale(ops.amax(larger, 0), dtype=e4m3, power_of_2=True)
+        both = ops.quantize_both(larger, rows, columns, dtype=e4m3, dim=1, dim_t=0)
+        return (rows, columns, *_two(both))
+
+    def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        larger = aten.maximum.default(x, y)
+        rows = ops.scale(ops.amax(larger, 1), dtype=e4m3, power_of_2=True)
+        # whole numbers, whose sum is exact in any order
+        positive = prims.convert_element_type.default(aten.gt.Scalar(larger, 0), torch.float32)
+        columns = aten.sum.dim_IntList(positive, [0])
+        return (rows, columns, ops.quantize(larger, rows, dtype=e4m3, dim=1))
+
+    return (
+        Case("cast", "cast", cast, (20, 33), (520, 777)),
+        Case("transposed cast", "transpose", transposed, (20, 33), (520, 777)),
+        Case("both casts", "transpose", both, (20, 33), (520, 777)),
+        Case("tensorwise", "reduction", tensorwise, (20, 33), (520, 777)),
+        Case("rowwise", "reduction", rowwise, (33, 20), (777, 520)),
+        # as in a norm's backward: large and tall enough for Inductor to reduce rows and columns in one kernel
+        Case("row amax and column sum", "reduction", mixed, (33, 20), (16400, 325)),
+    )
+
+
+def _two(pair: Any) -> tuple[Any, Any]:
+    """A pair of values, or of what stands for them while a function is traced."""
+    return pair[0], pair[1]
+
+
+def data(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two bfloat16 tensors over many binades, zeros of both signs, infinities and NaN among them.
+
+    Each row and column has one largest magnitude, 3 times a power of two: no scale then is near a power of two,
+    where a last bit of a logarithm would decide.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = shape
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 1, shape, generator=generator).float())
+    x.clamp_(-2, 2)
+    y = x.flip(0).roll(1, 1).contiguous()
+    for index in range(max(rows, columns)):
+        x[index % rows, index % columns] = y[index % rows, index % columns] = 3.0
+    x[rows // 2, 0], y[rows // 2, 0] = 0.0, -0.0
+    return x.to(device, torch.bfloat16), y.to(device, torch.bfloat16)
+
+
+def special(x: Tensor) -> Tensor:
+    """The tensor with an infinity and a NaN in it."""
+    x = x.clone()
+    x[1, 2], x[-2, 3] = float("inf"), float("nan")
+    return x

@@ -1,0 +1,191 @@
+"""Pass 4b, *reuse*: weight casts that were made before, read instead of made again.
+
+`quantize` casts every weight in the graph. Where the caller keeps float8 copies of parameters from
+call to call (:mod:`f8fx.weights`), the graph has further inputs, behind its own: the scales of those
+casts, then their float8 data. Here every ``scale(amax(w))`` and ``quantize(w, ...)`` of the same
+format becomes such an input, and the parameter is no longer read.
+
+Which casts a graph wants is known only to the passes. So they run twice: first on a graph without
+further inputs, where this pass only notes what it could have replaced (:attr:`Reuse.seen`), then on
+the one with them.
+
+Graph inputs are told apart by position. AOTAutograd keeps their order, but may add some (effect
+tokens) or join some (duplicates): where a graph has not exactly the inputs it should have, nothing
+is replaced, and the weights are cast in the graph, as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from f8fx import ops
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """What determines the scales of a parameter.
+
+    Attributes:
+        dtype: the float8 type they scale to.
+        dim: the dimension of the amax; see :mod:`f8fx.ops`.
+        power_of_2: whether they are rounded down to powers of two.
+    """
+
+    dtype: torch.dtype
+    dim: int | None
+    power_of_2: bool
+
+
+@dataclass(frozen=True)
+class CastFormat:
+    """What determines a float8 copy of a parameter: the arguments of ``f8fx.quantize``."""
+
+    scale: ScaleFormat
+    transpose: bool = False
+    align: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter among the inputs of a graph, and the copies of it that are inputs too.
+
+    Attributes:
+        position: its index among the graph's inputs.
+        shape, dtype: as in the graph, to be sure it is the same input.
+        casts: formats of its float8 copies.
+    """
+
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    casts: tuple[CastFormat, ...] = ()
+
+    @property
+    def scales(self) -> tuple[ScaleFormat, ...]:
+        """The formats of the scales that the copies were made with."""
+        return tuple(dict.fromkeys(cast.scale for cast in self.casts))
+
+    @property
+    def formats(self) -> tuple[ScaleFormat | CastFormat, ...]:
+        """What stands for this weight among the inputs, in order."""
+        return (*self.scales, *self.casts)
+
+
+@dataclass(frozen=True)
+class WeightInputs:
+    """The inputs of a graph: its own, then for each weight in turn its scales and its float8 copies.
+
+    Attributes:
+        own: how many the graph has of its own.
+        weights: the parameters that may be cast elsewhere.
+    """
+
+    own: int
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many inputs the graph has."""
+        return self.own + sum(len(weight.formats) for weight in self.weights)
+
+    def with_casts(self, seen: Mapping[int, Sequence[CastFormat]]) -> WeightInputs:
+        """The inputs of a graph whose casts, by position of their weight, are those that were seen."""
+        weights = (
+            replace(weight, casts=tuple(dict.fromkeys(seen.get(weight.position, ()))))
+            for weight in self.weights
+        )
+        return replace(self, weights=tuple(weights))
+
+
+@dataclass
+class Reuse:
+    """Replaces casts of parameters by graph inputs, in place.
+
+    Attributes:
+        inputs: what the graph's inputs are.
+        seen: for each position, the casts that no input was there for.
+    """
+
+    inputs: WeightInputs
+    seen: dict[int, list[CastFormat]] = field(default_factory=dict)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        placeholders = _own_inputs(graph)
+        parameters = self._parameters(placeholders)
+        given: dict[tuple[int, ScaleFormat | CastFormat], fx.Node] = {}
+        rest = iter(placeholders[self.inputs.own :])
+        for weight in self.inputs.weights if parameters else ():
+            for wanted in weight.formats:
+                given[weight.position, wanted] = next(rest)
+        for node in list(graph.nodes):
+            if node.target is not ops.quantize or "f8fx" not in node.meta:
+                continue
+            weight_node, scale = node.args
+            assert isinstance(weight_node, fx.Node) and isinstance(scale, fx.Node)
+            form = _format_of(node)
+            if weight_node not in parameters or form is None:
+                continue
+            position = parameters[weight_node]
+            data = given.get((position, form))
+            if data is None:
+                self.seen.setdefault(position, []).append(form)
+                continue
+            node.replace_all_uses_with(data)
+            graph.erase_node(node)
+            scale.replace_all_uses_with(given[position, form.scale])
+            _erase_unused(graph, scale)
+
+    def cached(self, graph: fx.Graph) -> set[fx.Node]:
+        """The parameters of a graph whose casts need not be made in it."""
+        return set(self._parameters(_own_inputs(graph)))
+
+    def _parameters(self, placeholders: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
+        if len(placeholders) != self.inputs.total:
+            return {}
+        nodes = {placeholders[weight.position]: weight for weight in self.inputs.weights}
+        for node, weight in nodes.items():
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.dtype != weight.dtype:
+                return {}
+            if tuple(map(str, value.shape)) != tuple(map(str, weight.shape)):
+                return {}
+        return {node: weight.position for node, weight in nodes.items()}
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Drops a node and the inserted nodes that only it needed."""
+    if node.users or "f8fx" not in node.meta:
+        return
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        _erase_unused(graph, source)
+
+
+def _own_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of the forward."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "placeholder" and not str(node.target).startswith("tangents")
+    ]
+
+
+def _format_of(quantize: fx.Node) -> CastFormat | None:
+    """The format of a cast, if its scale comes from the very tensor it casts."""
+    source, scale = quantize.args
+    assert isinstance(scale, fx.Node)
+    amax = scale.args[0] if scale.target is ops.scale else None
+    if not isinstance(amax, fx.Node) or amax.target is not ops.amax or amax.args[0] is not source:
+        return None
+    dim = amax.args[1] if len(amax.args) > 1 else amax.kwargs.get("dim")
+    kwargs = quantize.kwargs
+    if dim != kwargs.get("dim") or scale.kwargs["dtype"] != kwargs["dtype"]:
+        return None
+    form = ScaleFormat(kwargs["dtype"], dim, bool(scale.kwargs.get("power_of_2", False)))  # type: ignore[arg-type]
+    rows, columns = kwargs.get("align", (1, 1))  # type: ignore[misc]
+    return CastFormat(form, bool(kwargs.get("transpose", False)), (int(rows), int(columns)))  # type: ignore[arg-type]

@@ -1,0 +1,248 @@
+"""Canaries: wrong kernels are found before they are used, and replaced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import f8fx
+from f8fx import canary, lowerings
+from f8fx.canary import FORMS, Verdict
+from f8fx.kernels import cast
+from tests.helpers import bf16, compiled, randn
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No verdicts of this process, none on disk."""
+    monkeypatch.setattr(canary, "_VERDICTS", {})
+    monkeypatch.setattr(canary, "inductor_cache_dir", lambda: str(tmp_path))
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The CPU is checked as GPUs are."""
+    monkeypatch.setattr(canary, "applies", lambda device: True)
+
+
+def break_casts(monkeypatch, kind, *forms):
+    """Float8 copies of a kind are wrong when lowered in one of these forms, as a miscompiled kernel's would be."""
+    right = lowerings._quantize
+
+    def wrong(table, x, scale, **kwargs):
+        is_kind = kind == ("transpose" if kwargs.get("transpose") else "cast")
+        if is_kind and canary.form(CPU, kind) in forms:
+            scale = table(aten.mul, scale, 2.0)
+        return right(table, x, scale, **kwargs)
+
+    monkeypatch.setattr(lowerings, "_quantize", wrong)
+
+
+def break_amax(monkeypatch, *forms):
+    right = lowerings._amax
+
+    def wrong(table, x, dim):
+        result = right(table, x, dim)
+        return table(aten.mul, result, 0.5) if canary.form(CPU, "reduction") in forms else result
+
+    monkeypatch.setattr(lowerings, "_amax", wrong)
+
+
+@pytest.mark.slow
+def test_the_kernels_of_this_machine_are_right():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        verdict = canary.verdict_on(CPU)
+    assert verdict.ok and set(verdict.forms) == set(FORMS), verdict
+    assert str(verdict) == "bytes agree in cast, transpose, reduction"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "broken", "chosen"),
+    [
+        ("cast", ["fused"], "definition"),
+        ("transpose", ["fused"], "realized"),
+        ("transpose", ["fused", "realized"], "definition"),
+        ("reduction", ["fused"], "separate"),
+        ("reduction", ["fused", "separate"], "definition"),
+    ],
+)
+def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, checked, kind, broken, chosen):
+    if kind == "reduction":
+        break_amax(monkeypatch, *broken)
+    else:
+        break_casts(monkeypatch, kind, *broken)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patches = canary.ensure([CPU, CPU])
+        canary.ensure([CPU])
+    said = [str(w.message) for w in caught if "f8fx" in str(w.message)]
+    assert len(said) == 1 and f"{kind} in its form {chosen!r}" in said[0]
+    verdict = canary.verdict_on(CPU)
+    assert verdict.changed == {kind: chosen}
+    assert len(verdict.failures) == len(broken) and "differs from its definition" in verdict.failures[0]
+    assert patches == ({"triton.mix_order_reduction": False} if kind == "reduction" else {})
+    assert canary.key([CPU]) == (("cpu", (kind, chosen)),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["realized", "definition"])
+def test_a_graph_compiled_with_safe_kernels_is_right(monkeypatch, checked, form):
+    """And one compiled with the wrong kernels is not: the injected fault does reach the graphs."""
+
+    def train(model):
+        x, w = randn(48, 32), randn(64, 32, seed=1)
+        y = model(x, w)
+        y.backward(randn(48, 64, grad=False, seed=2))
+        return [y.detach(), x.grad, w.grad]
+
+    want = train(compiled(F.linear))
+    break_casts(monkeypatch, "transpose", "fused", *(["realized"] if form == "definition" else []))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        with pytest.warns(UserWarning, match="are replaced by slower ones"):
+            got = train(compiled(F.linear, executor="inductor"))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        monkeypatch.setattr(canary, "_VERDICTS", {})
+        monkeypatch.setattr(canary, "applies", lambda device: False)
+        got = train(compiled(F.linear, executor="inductor"))
+        assert not all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_the_forms_in_use_are_in_the_cache_key(monkeypatch):
+    from f8fx.backend import _graph_pass
+
+    gm, x = torch.fx.symbolic_trace(F.relu), [randn(2, 2)]
+    options = f8fx.Options.parse()
+    plain = _graph_pass(gm, x, options, {}).uuid()
+    fused = dict.fromkeys(FORMS, "fused")
+    monkeypatch.setitem(canary._VERDICTS, CPU, Verdict("cpu", fused))
+    assert _graph_pass(gm, x, options, {}).uuid() == plain
+    monkeypatch.setitem(canary._VERDICTS, CPU, Verdict("cpu", {**fused, "transpose": "realized"}))
+    assert _graph_pass(gm, x, options, {}).uuid() != plain
+
+
+@pytest.mark.parametrize("broken", ["cases", "of_device", "_patches"])
+def test_a_check_that_fails_itself_chooses_the_safe_forms(monkeypatch, broken):
+    def fail(*args):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(canary, broken, fail)
+    with pytest.warns(UserWarning, match="RuntimeError: no such thing") as caught:
+        verdict = canary.check(CPU)
+    assert len([w for w in caught if "f8fx" in str(w.message)]) == 1
+    assert verdict.forms == {kind: forms[-1] for kind, forms in FORMS.items()}
+
+
+def test_a_kernel_that_does_not_compile_counts_as_wrong():
+    def compile_fx(*args, **kwargs):
+        raise RuntimeError("ptxas died")
+
+    with pytest.warns(UserWarning, match="'cast' failed: RuntimeError: ptxas died"):
+        verdict = canary.check(CPU, compile_fx)
+    assert verdict.forms == dict.fromkeys(FORMS, "definition")
+
+
+def test_a_later_process_reads_the_result(monkeypatch):
+    canary._store(CPU, Verdict("cpu", dict.fromkeys(FORMS, "fused"), (), 3.0))
+    monkeypatch.setattr(canary, "check", None)
+    assert canary.verdict_on(CPU).ok
+    canary._VERDICTS.clear()
+    path = canary._path(CPU)
+    path.write_text(json.dumps({"device": "cpu", "forms": {"cast": "?"}, "failures": []}))
+    assert canary._load(CPU) is None
+    path.write_text("{")
+    assert canary._load(CPU) is None
+
+
+def test_another_version_does_not(monkeypatch):
+    here = canary._path(CPU)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert canary._path(CPU) != here
+
+
+def test_nothing_is_checked_at_import_or_for_a_cpu(monkeypatch):
+    code = "import sys, f8fx; assert 'torch' not in sys.modules and 'f8fx.canary' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    monkeypatch.setattr(canary, "check", None)
+    assert canary.ensure([CPU]) == {} and canary.key([CPU]) == ()
+
+
+def test_doctor_shows_what_was_found(monkeypatch):
+    from f8fx.doctor import diagnose
+
+    assert "not checked" in diagnose().devices[0].kernels
+    forms = {"cast": "fused", "transpose": "realized", "reduction": "fused"}
+    monkeypatch.setitem(canary._VERDICTS, CPU, Verdict("cpu", forms, ("why",)))
+    assert diagnose(canaries=True).devices[0].kernels == "transpose in its form 'realized'; why"
+
+
+def test_bytes_are_compared_but_for_those_of_nan():
+    e4m3 = torch.float8_e4m3fn
+    one = torch.tensor([1.0, float("nan"), 0.0]).to(e4m3)
+    nan = one.clone()
+    nan.view(torch.uint8)[1] ^= 0x80
+    assert canary._same(one, nan)
+    zero = one.clone()
+    zero.view(torch.uint8)[2] = 0x80  # -0
+    assert not canary._same(one, zero)
+    assert not canary._same(one, one.view(torch.float8_e5m2))
+
+
+@pytest.mark.parametrize("shape", [(20, 33), (33, 20), (520, 777)])
+def test_scales_of_the_data_are_clear_of_powers_of_two(shape):
+    """So that the last bit of a logarithm decides nothing."""
+    for x in canary.data(shape, CPU):
+        assert x.dtype == bf16
+        for dim in (None, 0, 1):
+            assert (cast.amax(x, dim) == 3).all()
+
+
+# -- what a GPU would be given
+
+
+def generated(name, monkeypatch=None, **forms):
+    """Code that Inductor makes of a function for an H100, in these forms."""
+    pytest.importorskip("triton")
+    codegen = pytest.importorskip("benchmarks.codegen")
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    (case,) = (c for c in canary.cases(CPU, torch.float8_e4m3fn, torch.float8_e5m2) if c.name == name)
+    with codegen.fake_tensor_mode():
+        inputs = [torch.empty(case.gpu_shape, dtype=bf16) for _ in range(2)]
+        graph = make_fx(case.run, tracing_mode="real")(*inputs)
+    if forms:
+        chosen = {**dict.fromkeys(FORMS, "fused"), **forms}
+        monkeypatch.setitem(canary._VERDICTS, torch.device("cuda", 0), Verdict("h100", chosen))
+    with codegen.h100(), torch._inductor.config.patch(canary._patches(forms)):
+        return codegen.generate(graph, False)
+
+
+@pytest.mark.parametrize("name", ["transposed cast", "both casts"])
+def test_the_transposed_store_stands_beside_a_minimum_or_maximum(name, monkeypatch):
+    """Else the check would not see the bug it is there for; in the safe form it stands alone."""
+    assert len(generated(name).triton) == 1
+    realized = generated(name, monkeypatch, transpose="realized")
+    assert len(realized.triton) == 2
+    source, store = realized.code.split("@triton.jit")[1:]
+    assert "tl.float8" not in source and "tl.float8" in store
+
+
+def test_definitions_are_called_out_of_the_code(monkeypatch):
+    code = generated("both casts", monkeypatch, transpose="definition").code
+    assert "torch.ops.f8fx.quantize_both.default(" in code and "tl.float8" not in code
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="a choice of Inductor's, read off 2.13")
+def test_rows_and_columns_are_reduced_in_one_kernel_unless_separate(monkeypatch):
+    assert "RSPLIT" in generated("row amax and column sum").code
+    assert "RSPLIT" not in generated("row amax and column sum", monkeypatch, reduction="separate").code

@@ -1,0 +1,743 @@
+"""Weight casts that are reused: the same bits, made once, and never stale."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import nn
+
+import f8fx
+from f8fx import recording, weights
+from f8fx.kernels import cast
+from f8fx.passes.reuse import CastFormat, ScaleFormat
+from tests.helpers import bf16, compiled, randn
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+class Net(nn.Module):
+    def __init__(self, k=32, n=64):
+        super().__init__()
+        self.first = nn.Linear(k, n, dtype=bf16)
+        self.second = nn.Linear(n, k, dtype=bf16)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """Shapes of what is cast, while a test runs."""
+    shapes: list[tuple[int, ...]] = []
+    definition = cast.quantize
+
+    def quantize(x, *args):
+        shapes.append(tuple(x.shape))
+        return definition(x, *args)
+
+    monkeypatch.setattr(cast, "quantize", quantize)
+    return shapes
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers():
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def x16(k=32, seed=9):
+    return randn(16, k, grad=False, seed=seed)
+
+
+def infer(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def uncached(model, x, **options):
+    return infer(compiled(model, **options), x)
+
+
+def warm(model, x, **options):
+    """The model with cached weights, called until nothing is cast anew."""
+    f8 = compiled(model, weights="cached", **options)
+    for _ in range(2):  # AOTAutograd looks at the inputs of a first call through `.data`
+        infer(f8, x)
+    return f8
+
+
+# -- the bits, and how often they are made
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bits_of_casting_in_every_call(recipe, casts):
+    model, x = Net(), x16()
+    f8 = warm(model, x, recipe=recipe)
+    casts.clear()
+    y = infer(f8, x)
+    assert casts == [(16, 32), (16, 64)]  # the inputs of both layers
+    with torch.inference_mode():
+        assert torch.equal(f8(x), y)
+    assert torch.equal(uncached(model, x, recipe=recipe), y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bits_through_inductor(recipe):
+    model, x = Net(), x16()
+    f8 = warm(model, x, recipe=recipe, executor="inductor")
+    y = infer(f8, x)
+    model.first.weight.data.mul_(2)
+    changed = infer(f8, x)
+    assert torch.equal(uncached(model, x, recipe=recipe, executor="inductor"), changed)
+    model.first.weight.data.div_(2)
+    assert torch.equal(uncached(model, x, recipe=recipe, executor="inductor"), y)
+
+
+class TestGraph(TestCase):
+    def test_the_inference_graph_reads_no_weight(self):
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        log = logging.getLogger("f8fx")
+        level = log.level
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        try:
+            infer(compiled(nn.Linear(32, 48, bias=False, dtype=bf16), weights="cached"), x16())
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+        text = [r for r in records if r.startswith("after tags")][-1]
+        self.assertExpectedInline(
+            text,
+            """\
+after tags:
+arg0_1: bf16[48,32]
+arg1_1: bf16[16,32]
+arg2_1: f32[]
+arg3_1: e4m3[48,32]
+permute: bf16[32,48] = permute(arg0_1, [1, 0])
+amax: f32[] = f8fx.amax(arg1_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(arg1_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+reciprocal_1: f32[] = reciprocal(arg2_1)
+permute_1: e4m3[32,48] = permute(arg3_1, [1, 0])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute_1, reciprocal, reciprocal_1, None, None, bf16, True)
+return [scaled_mm]""",
+        )
+
+
+def test_transposed_weights_padding_and_autocast(casts):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(randn(30, 50))  # neither size a multiple of 16, and read transposed
+
+        def forward(self, x):
+            return x @ self.w
+
+    model, x = Odd(), x16(30)
+    f8 = warm(model, x)
+    casts.clear()
+    y = infer(f8, x)
+    assert casts == [(16, 30)] and torch.equal(uncached(model, x), y)
+
+    model, x = nn.Linear(32, 48), torch.randn(16, 32)
+    with torch.autocast("cpu", dtype=bf16):
+        f8 = warm(model, x)
+        casts.clear()
+        y = infer(f8, x)
+        assert casts == [(16, 32)] and torch.equal(uncached(model, x), y)
+
+
+def test_one_copy_for_all_graphs_that_read_a_weight(casts):
+    first, second = nn.Linear(32, 48, bias=False, dtype=bf16), nn.Linear(32, 48, bias=False, dtype=bf16)
+    second.weight = first.weight
+    a = warm(first, x16())
+    casts.clear()
+    b = torch.compile(
+        lambda x: F.relu(second(x)),
+        backend=f8fx.f8fx,
+        options={"weights": "cached", "select": "all", "executor": "eager"},
+    )
+    infer(b, x16())
+    infer(b, x16())
+    infer(a, x16())
+    assert casts.count((48, 32)) <= 1  # AOTAutograd's look at `.data`
+    assert len(weights._WATCHES[id(first.weight)].copies.tensors) == 2  # scale and data
+
+
+def test_a_weight_of_two_layers_is_cast_once(casts):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Linear(32, 32, bias=False, dtype=bf16) for _ in range(2))
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x)) @ self.a.weight
+
+    model = Tied()
+    f8 = compiled(model, weights="cached")
+    y = infer(f8, x16())
+    assert casts.count((32, 32)) == 2  # row-major and transposed
+    assert torch.equal(y, uncached(model, x16()))
+
+
+def test_dynamic_shapes_and_recompilation(casts):
+    model = Net()
+    f8 = compiled(model, weights="cached", dynamic=None)
+    results = []
+    for m in (16, 16, 24, 40, 16):
+        casts.clear()
+        x = randn(m, 32, grad=False)
+        results.append((x, infer(f8, x)))
+    assert not {(64, 32), (32, 64)} & set(casts)
+    for x, y in results:
+        assert torch.equal(y, uncached_rows(model, x))
+
+
+def uncached_rows(model, x):
+    """Without touching what Dynamo has compiled."""
+    return torch.compile(
+        copy.deepcopy(model), backend=f8fx.f8fx, options={"select": "all", "executor": "eager"}, dynamic=False
+    )(x).detach()
+
+
+def test_two_models_of_one_class_share_code_and_no_weights():
+    one, two, x = Net(), Net(), x16()
+    options = {"weights": "cached", "select": "all", "executor": "eager", "strict": True}
+    torch._dynamo.reset()
+    with recording() as reports:
+        f8 = [torch.compile(model, backend=f8fx.f8fx, options=options) for model in (one, two)]
+        got = [infer(model, x) for model in f8]
+    assert len(reports) <= 2
+    for model, y in zip((one, two), got, strict=True):
+        assert torch.equal(y, uncached(model, x))
+
+
+def test_auto_knows_that_cached_weights_cost_nothing():
+    """At 16 rows a cast in every call eats up what float8 gains; a cached one does not."""
+    with torch.device("meta"):
+        model = nn.Linear(8192, 8192, bias=False, dtype=bf16)
+    model = model.to_empty(device="cpu")
+    x = torch.zeros(16, 8192, dtype=bf16)
+    converted = {}
+    for choice in ("dynamic", "cached"):
+        with recording() as reports:
+            infer(compiled(model, select="auto", target="h100", weights=choice), x)
+        converted[choice] = reports[0].converted
+    assert converted == {"dynamic": 0, "cached": 1}
+
+
+def test_a_second_compile_knows_the_casts_without_tracing(monkeypatch, tmp_path):
+    from f8fx import executor
+
+    monkeypatch.setattr("f8fx.cache.inductor_cache_dir", lambda: str(tmp_path))
+    model, x = Net(), x16()
+    y = infer(compiled(model, weights="cached"), x)
+    monkeypatch.setattr(executor, "trace", None)
+    assert torch.equal(infer(compiled(model, weights="cached"), x), y)
+
+
+def test_a_graph_that_cannot_take_weights_quantizes_them_itself(monkeypatch, casts):
+    def fail(*args):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("f8fx.weight_inputs.extended", fail)
+    model, x = Net(), x16()
+    with pytest.warns(UserWarning, match="quantized in each call .RuntimeError: no such thing"):
+        f8 = compiled(model, weights="cached", strict=False)
+        y = infer(f8, x)
+    casts.clear()
+    assert torch.equal(infer(f8, x), y) and len(casts) == 4
+    with pytest.raises(Exception, match="no such thing"):
+        infer(compiled(model, weights="cached", strict=True), x)
+
+
+def test_installed_on_the_stock_backend(casts):
+    model, x = Net(), x16()
+    torch._dynamo.reset()
+    with f8fx.installed(select="all", executor="eager", weights="cached"):
+        f8 = torch.compile(model)
+        y = infer(f8, x)
+        infer(f8, x)
+        casts.clear()
+        assert torch.equal(infer(f8, x), y) and casts == [(16, 32), (16, 64)]
+
+
+def test_inductor_is_told_which_inputs_keep_their_address():
+    """CUDA graphs then need not copy the weights."""
+    seen = []
+
+    def compile_fx(gm, inputs, **kwargs):
+        from torch._inductor.compile_fx import compile_fx as original
+
+        def inner(graph, examples, **more):
+            seen.append((len(examples), sorted(more["static_input_idxs"])))
+            return graph.forward
+
+        return original(gm, inputs, inner_compile=inner, **kwargs)
+
+    from f8fx.backend import compile_graph
+
+    options = f8fx.Options.parse({"select": "all", "weights": "cached", "strict": True})
+
+    def backend(gm, inputs):
+        compile_graph(gm, inputs, options, compile_fx=compile_fx)
+        return gm.forward
+
+    torch._dynamo.reset()
+    infer(torch.compile(Net(), backend=backend), x16())
+    # weight, bias, x, weight, bias; then scale and data of both weights
+    assert seen == [(9, [0, 1, 3, 4, 5, 6, 7, 8])]
+
+
+def test_peft_merges_are_seen():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        Net(), peft.LoraConfig(target_modules=["first"], init_lora_weights=False, r=4)
+    ).eval()
+    x = x16()
+    f8 = warm(model, x)
+    before = infer(f8, x)
+    for change in (model.merge_adapter, model.unmerge_adapter, model.merge_adapter):
+        change()
+        infer(f8, x)
+        y = infer(f8, x)
+        torch._dynamo.reset()
+        options = {"select": "all", "executor": "eager"}
+        assert torch.equal(infer(torch.compile(model, backend=f8fx.f8fx, options=options), x), y)
+        f8 = warm(model, x)
+    assert not torch.equal(before, y)
+
+
+#: Compiles a model for inference with cached weights; prints what happened.
+CHILD = """
+import json, torch
+from torch import nn
+import f8fx
+from torch._dynamo.utils import counters
+from f8fx.passes import Find
+ran = []
+original = Find.__call__
+Find.__call__ = lambda self, graph: (ran.append(1), original(self, graph))[1]
+torch.manual_seed(0)
+model = nn.Linear(32, 48).to(torch.bfloat16)
+f8 = torch.compile(model, backend=f8fx.f8fx, options={"select": "all", "strict": True, "weights": "cached"})
+x = torch.ones(16, 32, dtype=torch.bfloat16).div_(3)
+with torch.no_grad(), f8fx.recording() as reports:
+    first = f8(x).float().sum().item()
+    model.weight.mul_(2)
+    second = f8(x).float().sum().item()
+aot = counters["aot_autograd"]
+print(json.dumps({"passes": len(ran), "hits": aot["autograd_cache_hit"], "sums": [first, second],
+                  "lines": [r.line() for r in reports]}))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_runs_no_pass(tmp_path):
+    def child():
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    cold, warm_start = child(), child()
+    # once to learn the casts, once in the graph that takes them
+    assert (cold["passes"], cold["hits"]) == (2, 0)
+    assert (warm_start["passes"], warm_start["hits"]) == (0, 1)
+    assert warm_start["sums"] == cold["sums"] and cold["sums"][0] != cold["sums"][1]
+    assert warm_start["lines"] == [cold["lines"][0] + " [cached]"]
+
+
+# -- never stale
+
+
+def step(optimizer: Callable[..., torch.optim.Optimizer], **options) -> Callable[[Net], None]:
+    def change(model: Net) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer(model.parameters(), lr=0.5, **options).step()
+
+    return change
+
+
+def compiled_step(model: Net) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.compile(torch.optim.AdamW(model.parameters(), lr=0.5, fused=True).step, backend="aot_eager")()
+
+
+def load(assign: bool) -> Callable[[Net], None]:
+    def change(model: Net) -> None:
+        other = Net()
+        model.load_state_dict({name: value * 2 for name, value in other.state_dict().items()}, assign=assign)
+
+    return change
+
+
+def through_an_alias_kept_from_before(model: Net) -> None:
+    # two steps: `.data` is read, the model runs, and only then is the alias written
+    model.kept.view(-1)[:100].mul_(3)
+
+
+def data_of_another_tensor(model: Net) -> None:
+    model.first.weight.data = torch.randn_like(model.first.weight)
+
+
+def merge_lora(model: Net) -> None:
+    """As ``peft`` merges an adapter."""
+    model.first.weight.data += torch.ones_like(model.first.weight.data)
+
+
+def there_and_back(model: Net) -> None:
+    """Another dtype and back, which may be given the same address."""
+    model.to(torch.float32)
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+    model.to(bf16)
+
+
+def functional(model: Net) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters())
+
+
+def in_place(model: Net) -> None:
+    with torch.no_grad():
+        model.first.weight.add_(1)
+
+
+def under_inference_mode(model: Net) -> None:
+    with torch.inference_mode():
+        model.first.weight.add_(1)
+
+
+def copied(model: Net) -> None:
+    with torch.no_grad():
+        model.first.weight.copy_(torch.randn_like(model.first.weight))
+
+
+def through_the_state_dict(model: Net) -> None:
+    model.state_dict()["first.weight"].mul_(2)
+
+
+def initialised(model: Net) -> None:
+    nn.init.normal_(model.first.weight)
+
+
+def foreach(model: Net) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 2)
+
+
+CHANGES = {
+    "fused AdamW": step(torch.optim.AdamW, fused=True),
+    "fused SGD": step(torch.optim.SGD, fused=True),
+    "foreach AdamW": step(torch.optim.AdamW, foreach=True),
+    "SGD": step(torch.optim.SGD, foreach=False),
+    "compiled fused AdamW": compiled_step,
+    "load_state_dict": load(assign=False),
+    "load_state_dict(assign=True)": load(assign=True),
+    "p.data.mul_": lambda model: model.first.weight.data.mul_(2),
+    "p.data.copy_": lambda model: model.first.weight.data.copy_(torch.ones_like(model.first.weight)),
+    "p.data = other": data_of_another_tensor,
+    "LoRA merge": merge_lora,
+    "alias": through_an_alias_kept_from_before,
+    ".to() and back": there_and_back,
+    "vector_to_parameters": functional,
+    "in place": in_place,
+    "in place under inference_mode": under_inference_mode,
+    "copy_": copied,
+    "detach": lambda model: model.first.weight.detach().mul_(2),
+    "state_dict": through_the_state_dict,
+    "init": initialised,
+    "foreach": foreach,
+    "set_": lambda model: model.first.weight.detach().set_(torch.ones_like(model.first.weight)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_changed_weight_is_cast_anew(name, requires_grad):
+    torch.manual_seed(0)
+    model, x = Net().requires_grad_(requires_grad), x16()
+    f8 = warm(model, x)
+    model.kept = model.first.weight.data
+    before = infer(f8, x)
+    assert torch.equal(infer(f8, x), before)
+    old = model.first.weight.detach().clone()
+    CHANGES[name](model)
+    after = infer(f8, x)
+    assert torch.equal(uncached(model, x), after), name
+    # `set_` of an alias leaves the parameter as it was, and so does torch 2.13's fused SGD for bfloat16 on a CPU
+    assert torch.equal(before, after) == torch.equal(old, model.first.weight)
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+def test_a_tensor_that_data_was_set_to_is_the_weight_from_then_on(sets):
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    for _ in range(sets):
+        mine = torch.randn_like(model.first.weight)
+        model.first.weight.data = mine
+    infer(f8, x)
+    infer(f8, x)
+    mine.mul_(2)
+    assert torch.equal(infer(f8, x), uncached(model, x))
+
+
+def test_training_and_evaluation_in_turns():
+    """With an optimizer that f8fx cannot know."""
+    model, x = Net(), x16()
+    f8 = compiled(model, weights="cached")
+    hidden = [torch._C.TensorBase.data.__get__(p) for p in model.parameters()]  # past the property
+    for _ in range(3):
+        model.train()
+        f8(x).sum().backward()
+        for alias in hidden:
+            alias.add_(1)
+        model.eval()
+        y = infer(f8, x)
+        want = copy.deepcopy(model)
+        assert torch.equal(y, infer(uncompiled_reference(want), x))
+        assert torch.equal(infer(f8, x), y)
+
+
+def uncompiled_reference(model):
+    options = {"select": "all", "executor": "eager", "strict": True}
+    return torch.compile(model, backend=f8fx.f8fx, options=options)
+
+
+def test_another_models_optimizer_does_not_mind_a_frozen_model(casts):
+    teacher, student, x = Net().requires_grad_(False), Net(), x16()
+    f8 = warm(teacher, x)
+    CHANGES["fused AdamW"](student)
+    casts.clear()
+    infer(f8, x)
+    assert casts == [(16, 32), (16, 64)]
+
+
+def test_weights_that_change_without_a_trace_are_never_kept(casts):
+    flat = randn(48 * 32 + 5, grad=False)
+    model, x = nn.Linear(32, 48, bias=False, dtype=bf16), x16()
+    f8 = warm(model, x)
+    model.weight.data = flat[5:].view(48, 32)  # a part of another tensor, as flat buffers of optimizers are
+    for factor in (2, 3):
+        flat.mul_(factor)
+        y = infer(f8, x)
+        assert torch.equal(y, uncached_rows(model, x))
+
+
+def test_what_cannot_be_watched_is_refused_with_one_warning(casts):
+    weights_refused = f8fx.weight_inputs._SAID
+    weights_refused.clear()
+    with torch.inference_mode():
+        model = nn.Linear(32, 48, bias=False, dtype=bf16)
+    x = x16()
+    with pytest.warns(UserWarning, match="not cached, and quantized in each call, since it was made under"):
+        f8 = compiled(model, weights="cached")
+        with torch.inference_mode():
+            f8(x)
+    with torch.inference_mode():
+        model.weight.add_(1)
+        y = f8(x)
+    assert torch.equal(y, uncached(copy.deepcopy(model), x))
+
+
+def test_refresh_weights():
+    model, x = Net().requires_grad_(False), x16()
+    hidden = torch._C.TensorBase.data.__get__(model.first.weight)
+    f8 = warm(model, x)
+    for refresh in (
+        lambda: f8fx.refresh_weights(model),
+        lambda: f8fx.refresh_weights(f8),
+        f8fx.refresh_weights,
+    ):
+        hidden.mul_(2)  # unseen
+        refresh()
+        assert torch.equal(infer(f8, x), uncached_rows(model, x))
+
+
+def test_an_input_that_is_inference_only_shares_memory_with_no_gradient():
+    """Cached copies made under inference_mode serve outside of it, and are written there."""
+    model, x = Net(), x16()
+    f8 = compiled(model, weights="cached")
+    with torch.inference_mode():
+        f8(x)
+    in_place(model)
+    y = infer(f8, x)
+    assert torch.equal(y, uncached_rows(model, x))
+
+
+def test_copies_keep_their_address():
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+
+    def addresses():
+        copies = weights._WATCHES[id(model.first.weight)].copies
+        return [tensor.data_ptr() for tensor in copies.tensors.values()]
+
+    before = addresses()
+    in_place(model)
+    infer(f8, x)
+    assert addresses() == before
+
+
+def test_a_model_takes_its_copies_along():
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    copies = weakref.ref(weights._WATCHES[id(model.first.weight)].copies)
+    assert "data" in vars(nn.Parameter)
+    del model, f8
+    torch._dynamo.reset()
+    gc.collect()
+    assert copies() is None
+    assert not weights._WATCHES and "data" not in vars(nn.Parameter)
+
+
+def test_state_dict_pickles_and_copies_know_nothing_of_it():
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    warm(model, x16())
+    after = copy.deepcopy(model).state_dict()
+    assert list(before) == list(after) and all(torch.equal(before[n], after[n]) for n in before)
+    assert not [name for name in vars(model.first.weight) if "f8fx" in name]
+
+
+# -- training
+
+
+def train(model, call, x, grad):
+    x = x.detach().clone().requires_grad_()
+    y = call(x)
+    y.backward(grad)
+    return [y.detach(), x.grad]
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_microbatches_cast_each_weight_once(recipe, casts):
+    model = Net()
+    batches = [x16(seed=seed) for seed in range(3)]
+    grad = randn(16, 32, grad=False, seed=5)
+    dynamic = compiled(model, recipe=recipe)
+    want = [train(model, dynamic, x, grad) for x in batches]
+    want_grads = gradients(model)
+    model.zero_grad()
+
+    f8 = compiled(model, recipe=recipe, weights="reused")
+    made = []
+    with f8fx.reuse_weights(model):
+        got = []
+        for x in batches:
+            casts.clear()
+            got.append(train(model, f8, x, grad))
+            made.append([shape for shape in casts if 16 not in shape])
+    assert [len(shapes) for shapes in made] == [4, 0, 0]  # two weights, both layouts
+    for a, b in zip(want, got, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(want_grads, gradients(model), strict=True))
+
+    casts.clear()  # outside the block: every call casts
+    x = batches[0]
+    model.zero_grad()
+    after = train(model, f8, x, grad)
+    assert len([shape for shape in casts if 16 not in shape]) == 4
+    assert all(torch.equal(p, q) for p, q in zip(want[0], after, strict=True))
+
+
+def test_a_step_inside_the_block_is_seen():
+    model, grad = Net(), randn(16, 32, grad=False, seed=5)
+    f8 = compiled(model, weights="reused")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with f8fx.reuse_weights(model):
+        for seed in range(2):
+            got = train(model, f8, x16(seed=seed), grad)
+            optimizer.step()
+        got = train(model, f8, x16(), grad)
+    want = train(model, compiled(model), x16(), grad)
+    assert all(torch.equal(p, q) for p, q in zip(want, got, strict=True))
+
+
+def test_the_block_frees_its_copies_and_a_pending_backward_keeps_what_it_needs():
+    model, x = Net(), x16()
+    f8 = compiled(model, weights="reused")
+    with f8fx.reuse_weights(model):
+        f8(x)
+        y = f8(x)
+        (scope,) = weights._SCOPES
+        copies = [weakref.ref(c) for c in scope.copies.values()]
+    in_place(model)
+    with f8fx.reuse_weights(model):
+        f8(x)
+    y.sum().backward()  # of the weights as they were
+    del scope
+    gc.collect()
+    assert not weights._SCOPES and all(c() is None for c in copies)
+
+
+def test_a_block_in_which_nothing_is_reused_says_so():
+    with pytest.warns(UserWarning, match='options={"weights": "reused"}'), f8fx.reuse_weights(Net()):
+        pass
+
+
+def test_evaluation_between_microbatches():
+    model, x, grad = Net(), x16(), randn(16, 32, grad=False, seed=5)
+    f8 = compiled(model, weights="reused")
+    with f8fx.reuse_weights(model):
+        train(model, f8, x, grad)
+        y = infer(f8, x)
+        train(model, f8, x, grad)
+    assert torch.equal(y, uncached_rows(model, x))
+
+
+@pytest.mark.slow
+def test_microbatches_through_inductor():
+    model, x, grad = Net(), x16(), randn(16, 32, grad=False, seed=5)
+    want = train(model, compiled(model, executor="inductor"), x, grad)
+    want += gradients(model)
+    model.zero_grad()
+    f8 = compiled(model, executor="inductor", weights="reused")
+    with f8fx.reuse_weights(model):
+        train(model, f8, x, grad)
+        model.zero_grad()
+        got = train(model, f8, x, grad)
+    got += gradients(model)
+    assert all(torch.equal(p, q) for p, q in zip(want, got, strict=True))
+
+
+# -- parts
+
+
+def test_formats_are_told_apart():
+    e4m3 = ScaleFormat(torch.float8_e4m3fn, None, False)
+    rows = ScaleFormat(torch.float8_e4m3fn, 1, True)
+    weight = nn.Parameter(randn(20, 32))
+    formats = [e4m3, CastFormat(e4m3), CastFormat(e4m3, True, (16, 16)), rows, CastFormat(rows)]
+    got = weights.cached([(weight, formats)])
+    assert [tuple(t.shape) for t in got] == [(), (20, 32), (32, 32), (20,), (20, 32)]
+    assert torch.equal(got[2][:, :20].view(torch.uint8), got[1].t().contiguous().view(torch.uint8))
+    assert torch.equal(got[3], cast.scale(cast.amax(weight, 1), torch.float8_e4m3fn, True))
