@@ -22,7 +22,7 @@ Result = dict[str, Any]
 
 _INK, _LINES = "#333333", "#e4e4e4"
 _COLOURS = {"bf16": "#8a8a8a", "torchao": "#3b6fb6", "f8fx": "#e07b1a", "f8fx_auto": "#2f8f5b"}
-_PASS_COLOURS = ("#3b6fb6", "#2f8f5b", "#c2a83e", "#e07b1a", "#b64a7a", "#6b4fa0", "#8a8a8a")
+_PASS_COLOURS = ("#3b6fb6", "#2f8f5b", "#c2a83e", "#e07b1a", "#b64a7a", "#6b4fa0", "#2fa3a3", "#8a8a8a")
 _LABELS = {"f8fx": "f8fx, all", "f8fx_auto": "f8fx, auto"}
 
 GRIDS: dict[str, Callable[[Result], list[Grid]]] = {
