@@ -20,7 +20,7 @@ Save = Literal["lean", "fast"]
 
 #: What each choice lets the partitioner recompute.
 _RECOMPUTABLE = {
-    "lean": frozenset(op.overloadpacket for op in (ops.amax, ops.quantize, ops.quantize_both)),
+    "lean": frozenset(op.overloadpacket for op in (ops.amax, ops.quantize, ops.quantize_both, ops.relayout)),
     "fast": frozenset[Any](),
 }
 

@@ -73,6 +73,39 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+# -- distributed ----------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor itself (``_local_tensor``); ``to_local`` gives an alias of it."""
+    return tensor._local_tensor
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward (``torch._C._current_graph_task_id``)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def infinity_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Largest magnitudes of non-empty tensors, in their dtypes, by as few kernels as there can be."""
+    return torch._foreach_norm(list(tensors), float("inf"))
+
+
+def move_pre_hook_first(module: Any, key: int) -> None:
+    """Makes a forward pre-hook the first to run; ``key`` is its handle's ``id``."""
+    module._forward_pre_hooks.move_to_end(key, last=False)
+
+
+def disabled_torch_function() -> Any:
+    """What a tensor subclass that acts in ``__torch_dispatch__`` alone has as ``__torch_function__``."""
+    return torch._C._disabled_torch_function_impl
+
+
+def is_mutating(operator: Any) -> bool:
+    """Whether an operator writes to one of its arguments (``OpOverload._schema``)."""
+    return operator._schema.is_mutable
+
+
 # -- symbolic sizes -------------------------------------------------------------------------------
 
 
@@ -311,6 +344,10 @@ class Lowering:
         """The value, written to a buffer of its own instead of being inlined into its readers."""
         x.realize()
         return x
+
+    def copied(self, x: Any) -> Any:
+        """A copy of the value that is not removed as a no-op where ``x`` is a view."""
+        return self._ir.ExternKernel.copy_input(x)
 
     def row_major(self, x: Any) -> Any:
         """The 2-D value in a buffer of its own with contiguous strides."""
