@@ -75,6 +75,7 @@ class GraphReport:
         pass_seconds: time of each pass, by name.
         cached: the compiled code came from a cache; the decisions are those made when it was built.
         fallback: why the graph runs without float8 after an internal failure, else "".
+        warnings: what the user should know beyond the decisions; logged as warnings.
     """
 
     recipe: str
@@ -84,6 +85,7 @@ class GraphReport:
     pass_seconds: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     fallback: str = ""
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -117,6 +119,7 @@ class GraphReport:
             ", ".join(sorted({report.target for report in reports if report.target})),
             any(report.training for report in reports),
             [decision for report in reports for decision in report.decisions],
+            warnings=[warning for report in reports for warning in report.warnings],
         )
         for report in reports:
             for name, seconds in report.pass_seconds.items():
@@ -163,5 +166,7 @@ def recording() -> Iterator[list[GraphReport]]:
 def publish(report: GraphReport) -> None:
     """Logs a report and hands it to every open :func:`recording` block."""
     log.info(report.line())
+    for warning in report.warnings:
+        log.warning(warning)
     for recorder in _RECORDERS:
         recorder.append(report)

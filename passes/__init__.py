@@ -35,7 +35,7 @@ from .describe import describe
 from .find import Find, backward_nodes
 from .quantize import Quantize
 from .select import FilterError, Policy, Select
-from .share import Share
+from .share import Share, unfolded
 from .tags import Tags
 
 __all__ = [
@@ -111,12 +111,22 @@ class Pipeline:
             run("share", self.share, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]
+        report.warnings = [_read_rounded(unfolded(graph))] if unfolded(graph) else []
         report.target = _target_name(self.select, found)
         return report
 
 
 def _rowwise_in_gemm(device: torch.device) -> bool:
     return supports_rowwise_scaled_mm(device.type)
+
+
+def _read_rounded(names: list[str]) -> str:
+    return (
+        f"f8fx: {len(names)} of the tensors that were gathered in float8 are read in high precision (in "
+        f"{'; '.join(sorted({name or 'the model itself' for name in names}))}): what is read is their float8 "
+        "rounding. Give the backend and f8fx.fsdp.enable_float8_all_gather the same recipe and filters, and "
+        "leave weights that are read by anything but a matmul out of both"
+    )
 
 
 def _target_name(select: Select, found: Any) -> str:

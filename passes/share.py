@@ -25,6 +25,7 @@ from torch import fx
 
 from f8fx import ops
 
+from . import fqn
 from .find import backward_nodes
 
 _PLAIN = (1, 1)
@@ -98,6 +99,24 @@ def _marked(marker: fx.Node) -> dict[Hashable, tuple[fx.Node, fx.Node]]:
         form = data.meta["val"].dtype, marker.kwargs.get(dim), bool(marker.kwargs.get(power_of_2))
         copies.setdefault(form, (data, scale))
     return copies
+
+
+def unfolded(graph: fx.Graph) -> list[str]:
+    """Names of the modules that read a marked tensor in high precision, one for each tensor read so.
+
+    What they get is the float8 rounding of the tensor, since nothing else of it exists.
+    """
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in live or node.is_impure():
+            live.add(node)
+            live.update(node.all_input_nodes)
+    names = []
+    for node in graph.nodes:
+        if node in live and node.target in ops.MARKERS:
+            readers = {fqn.of_node(user) for user in node.users if user in live}
+            names.append(", ".join(sorted(readers)))
+    return names
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:

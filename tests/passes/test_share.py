@@ -295,3 +295,52 @@ def test_folded_marks_give_the_bits_in_training():
         want = gradients_of(lambda x: F.linear(x, w), recipe=recipe)
         got = gradients_of(fn, *tensors, recipe=recipe)
         assert all(map(torch.equal, got, want)), recipe
+
+
+class TestReadInHighPrecision:
+    """A tensor that exists in float8 only: what is not folded reads its rounding, and is told of."""
+
+    def warnings_of(self, fn, *args, **options):
+        from tests.helpers import report_of
+
+        return report_of(fn, *args, **options).warnings
+
+    def test_a_folded_mark_is_no_matter(self):
+        def f(x, data, scale):
+            return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+        assert not self.warnings_of(f, randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
+
+    def test_a_matmul_that_is_not_converted(self):
+        def f(x, data, scale):
+            return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+        args = randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(())
+        for options in ({"only_fqns": ["other"]}, {"recipe": "rowwise"}):
+            (warning,) = self.warnings_of(f, *args, **options)
+            assert warning.startswith(
+                "f8fx: 1 of the tensors that were gathered in float8 are read in high precision"
+            )
+
+    def test_something_that_is_no_matmul(self):
+        def f(x, data, scale):
+            w = ops.dequantize(data, scale, dtype=bf16)
+            return F.linear(x, w) + w.sum()
+
+        assert self.warnings_of(f, randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
+
+    def test_auto_keeps_what_has_no_high_precision_to_fall_back_to(self):
+        """On a CPU "auto" converts nothing else."""
+
+        def f(x, data, scale, w):
+            return F.linear(F.linear(x, ops.dequantize(data, scale, dtype=bf16)), w)
+
+        from tests.helpers import report_of
+
+        args = randn(16, 32), torch.zeros(32, 32, dtype=fp8), torch.ones(()), randn(48, 32)
+        report = report_of(f, *args, select="auto")
+        assert [d.converted for d in report.decisions if d.n != 48 and d.k != 48 and d.m != 48] == [
+            True,
+            True,
+        ]
+        assert report.converted == 2 and report.total == 5
