@@ -174,7 +174,6 @@ class Scales:
             self.refresh()
             self.fresh = True
         if weight.reduced is None or weight.mesh is None or weight.mesh.get_group() != mesh.get_group():
-            weight.mesh = mesh
             self._reduce([(weight, shard, mesh)])
 
     def _check(self, weight: WeightScales, shard: Float8Shard) -> None:
@@ -238,7 +237,7 @@ class Scales:
             dist.all_reduce(vector.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
         reduced = _Reduced(vector, places)
         for weight, shard, _ in jobs:
-            weight.reduced, weight.version = reduced, shard.version()
+            weight.reduced, weight.mesh, weight.version = reduced, mesh, shard.version()
 
 
 def _amaxes(tensors: Iterable[Tensor]) -> list[Tensor]:
