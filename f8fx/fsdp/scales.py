@@ -173,8 +173,9 @@ class Scales:
         elif self.depth == 0 and not in_backward() and not self.fresh:
             self.refresh()
             self.fresh = True
-        if weight.reduced is None or weight.mesh is None or weight.mesh.get_group() != mesh.get_group():
+        if weight.reduced is None or weight.mesh is None or _ranks(weight.mesh) != _ranks(mesh):
             self._reduce([(weight, shard, mesh)])
+        weight.mesh = mesh
 
     def _check(self, weight: WeightScales, shard: Float8Shard) -> None:
         if weight.reduced is None:
@@ -204,7 +205,7 @@ class Scales:
                 jobs.append((weight, shard, mesh))
         by_group: dict[Any, list[Any]] = defaultdict(list)
         for job in jobs:
-            by_group[job[2].get_group()].append(job)
+            by_group[_ranks(job[2])].append(job)
         for group_jobs in by_group.values():
             self._reduce(group_jobs)
 
@@ -238,6 +239,11 @@ class Scales:
         reduced = _Reduced(vector, places)
         for weight, shard, _ in jobs:
             weight.reduced, weight.mesh, weight.version = reduced, mesh, shard.version()
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    # equal for meshes of one dimension that were made in different ways, whose groups are not
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
 
 
 def _amaxes(tensors: Iterable[Tensor]) -> list[Tensor]:

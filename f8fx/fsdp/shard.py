@@ -190,7 +190,8 @@ class Float8Shard(torch.Tensor):
                 raise RuntimeError(f"f8fx.fsdp: FSDP2 handed back {type(target)} for {self.weight.fqn!r}")
             target.set_scales(scales)
             for old, new in zip(target._tensors()[2::2], local, strict=False):
-                old.view(torch.uint8).copy_(new.view(torch.uint8))
+                # not seen by autograd, which may hold it for the backward, like FSDP2's own writes
+                old.data.view(torch.uint8).copy_(new.view(torch.uint8))
             return None
         data = tuple(
             # padding is at the end: the shards before the last are full
