@@ -20,7 +20,7 @@ from . import executor, lowerings
 from .cache import CacheKey, load_report, store_report
 from .options import Options
 from .partition import Partitioner
-from .passes import FilterError, Pipeline
+from .passes import FilterError, Pipeline, RecomputeError
 from .report import GraphReport, log, publish
 from .torch_private import (
     CustomGraphPass,
@@ -60,8 +60,8 @@ class GraphPass(CustomGraphPass):
             return  # half of a nested region that was rewritten before it was split
         try:
             self.reports.append(self.pipeline(graph))
-        except FilterError:
-            raise
+        except (FilterError, RecomputeError):
+            raise  # the user's to mend, not ours to work around
         except Exception as error:
             raise PassError(f"{type(error).__name__}: {error}") from error
 

@@ -39,7 +39,8 @@ _SCHEMAS = (
     "int? dim_t=None, int[2] align=[1, 1], int[2] align_t=[1, 1]) -> (Tensor, Tensor)",
     "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None, bool power_of_2=False) -> Tensor",
     "dequantize_both(Tensor data, Tensor scale, Tensor other, Tensor scale_other, *, ScalarType dtype, "
-    "int? dim=None, int? dim_other=None, bool power_of_2=False, bool power_of_2_other=False) -> Tensor",
+    "int? dim=None, int? dim_other=None, bool power_of_2=False, bool power_of_2_other=False, "
+    "bool alternate=False) -> Tensor",
     "relayout(Tensor data, *, bool transpose=False, int[2] align=[1, 1]) -> Tensor",
 )
 for _schema in _SCHEMAS:
@@ -100,6 +101,7 @@ def _dequantize_both(
     dim_other: int | None = None,
     power_of_2: bool = False,
     power_of_2_other: bool = False,
+    alternate: bool = False,
 ) -> Tensor:
     return cast.dequantize(data, scale, dtype, dim)
 
@@ -168,6 +170,7 @@ def _(
     dim_other=None,
     power_of_2=False,
     power_of_2_other=False,
+    alternate=False,
 ):
     return data.new_empty(data.shape, dtype=dtype)
 
@@ -186,7 +189,8 @@ dequantize_both = torch.ops.f8fx.dequantize_both.default
 relayout = torch.ops.f8fx.relayout.default
 
 #: Those that mark a tensor as float8 already. ``power_of_2`` says how the scale was made: it belongs to the
-#: format, and a ``quantize`` folds into a marker of its own format only.
+#: format, and a ``quantize`` folds into a marker of its own format only. ``alternate``: the two copies share
+#: memory; the first is there in the forward, the second in the backward.
 MARKERS = frozenset((dequantize, dequantize_both))
 
 #: All operators of the IR.

@@ -35,7 +35,7 @@ from .describe import describe
 from .find import Find, backward_nodes
 from .quantize import Quantize
 from .select import FilterError, Policy, Select
-from .share import Share, unfolded
+from .share import RecomputeError, Share, unfolded
 from .tags import Tags
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Pipeline",
     "Policy",
     "Quantize",
+    "RecomputeError",
     "Select",
     "Share",
     "Tags",

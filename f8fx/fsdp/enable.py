@@ -52,6 +52,7 @@ def enable_float8_all_gather(
     only_fqns: Sequence[str] = (),
     wire: Literal["auto", "uint8", "float8"] = "auto",
     scales: Mode = "forward",
+    copies: Literal["both", "alternate"] = "both",
     mesh: DeviceMesh | None = None,
 ) -> list[GatherDecision]:
     """Makes FSDP2 gather the weights of linear layers in float8.
@@ -68,6 +69,11 @@ def enable_float8_all_gather(
         wire: what float8 travels as. ``"auto"``: float8 with NCCL, else bytes, since gloo takes no float8.
         scales: ``"forward"``: when a forward begins. ``"manual"``: when :func:`precompute_scales` is called,
             once for several forwards with gradient accumulation; a forgotten call is an error.
+        copies: for recipes whose backward reads a weight in another format than the forward (the rowwise
+            ones). ``"both"``: every gather carries both copies, as many bytes as in bf16; nothing is cast on
+            arrival. ``"alternate"``: the forward's gather carries the forward's copy and the backward's the
+            backward's, half the bytes; needs ``reshard_after_forward=True`` (elsewhere both are sent) and no
+            activation checkpointing (an error).
         mesh: the ranks that must decide alike; default: all of them. Pass the FSDP mesh where ranks hold
             different models (pipeline parallelism).
 
@@ -83,7 +89,9 @@ def enable_float8_all_gather(
         raise ValueError(f"wire must be 'auto', 'uint8' or 'float8', got {wire!r}")
     if scales not in ("forward", "manual"):
         raise ValueError(f"scales must be 'forward' or 'manual', got {scales!r}")
-    manager = Scales(scales)
+    if copies not in ("both", "alternate"):
+        raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
+    manager = Scales(model, scales)
     decisions: list[GatherDecision] = []
     found: list[tuple[_Candidate, tuple[Format, ...]]] = []
     for candidate in _candidates(model):
@@ -95,7 +103,7 @@ def enable_float8_all_gather(
             found.append((candidate, verdict))
     _agree(decisions, options.recipe, mesh)
     for candidate, formats in found:
-        manager.weights.append(_convert(candidate, formats, wire, manager))
+        manager.weights.append(_convert(candidate, formats, wire, copies, manager))
     begin = BeginForward(manager)
     begin.key = model.register_forward_pre_hook(begin, prepend=True).id
     model.register_forward_hook(EndForward(manager), always_call=True)
@@ -220,14 +228,16 @@ def _device(tensor: Tensor) -> torch.device:
 # -- what becomes of them
 
 
-def _convert(candidate: _Candidate, formats: tuple[Format, ...], wire: str, manager: Scales) -> WeightScales:
+def _convert(
+    candidate: _Candidate, formats: tuple[Format, ...], wire: str, copies: str, manager: Scales
+) -> WeightScales:
     param = candidate.param
     before: dict[str, Any] = {}
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()
         before = {n: p for n, p in zip(names, param.placements, strict=False) if not p.is_replicate()}
     owners = [(module, name) for _, module, name in candidate.owners]
-    weight = WeightScales(candidate.fqn, formats, wire, candidate.shape, before, owners, manager)
+    weight = WeightScales(candidate.fqn, formats, wire, copies, candidate.shape, before, owners, manager)
     replacement = nn.Parameter(_wrapped(param.detach(), weight), requires_grad=param.requires_grad)
     replacement.__dict__.update(param.__dict__)
     for module, name in owners:

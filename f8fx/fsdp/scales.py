@@ -34,7 +34,14 @@ from torch.distributed.tensor import DTensor
 
 from f8fx.kernels import cast
 from f8fx.report import log
-from f8fx.torch_private import in_backward, infinity_norms, local_tensor, move_pre_hook_first
+from f8fx.torch_private import (
+    fsdp_group_of,
+    in_backward,
+    infinity_norms,
+    local_tensor,
+    move_pre_hook_first,
+    reshards_after_forward,
+)
 
 from .formats import Format, Layout
 
@@ -52,6 +59,7 @@ class WeightScales:
         fqn: its name.
         formats: the float8 copies that are sent.
         wire: ``"auto"``, ``"uint8"`` or ``"float8"``.
+        copies: ``"both"`` or ``"alternate"``; says something for two formats only.
         outer_size: of the weight as FSDP2 sees it: whole, or the local part of a tensor-parallel one.
         before: how a tensor-parallel weight was placed, by mesh dimension: what FSDP2 did not do.
         owners: modules and attribute names that hold the parameter.
@@ -61,6 +69,7 @@ class WeightScales:
     fqn: str
     formats: tuple[Format, ...]
     wire: str
+    copies: str
     outer_size: tuple[int, ...]
     before: dict[str, Any]
     owners: list[tuple[nn.Module, str]]
@@ -69,6 +78,8 @@ class WeightScales:
     reduced: _Reduced | None = None
     version: Any = None
     _param: Any = field(default=None, repr=False)
+    _group: Any = field(default=None, repr=False)
+    _alternates: bool | None = field(default=None, repr=False)
 
     @property
     def dims(self) -> list[int | None]:
@@ -103,6 +114,36 @@ class WeightScales:
             return None
         return mesh if mesh.ndim == 1 else mesh[names[sharded[0]]]  # type: ignore[index]
 
+    def alternates(self, mesh: DeviceMesh) -> bool:
+        """Whether a gather carries only the copy that its half of the step reads.
+
+        Decided at the first gather: FSDP2 keeps the sizes it has seen then.
+
+        Raises:
+            RuntimeError: where FSDP2 was told otherwise since, so that the backward's copy would be missing.
+            NotImplementedError: for ``reshard_after_forward=<int>``, which FSDP2 lacks for parameters that
+                say how they are sent.
+        """
+        if self._group is None:
+            self._group = fsdp_group_of(
+                self.manager.model, lambda local: getattr(local, "weight", None) is self
+            )
+        reshards = reshards_after_forward(self._group)
+        if reshards is not None and not isinstance(reshards, bool):
+            raise NotImplementedError(
+                f"f8fx.fsdp: {self.fqn!r}: FSDP2 cannot reshard a float8 weight to a smaller group; use "
+                "reshard_after_forward=True or False"
+            )
+        if self._alternates is None:
+            wanted = self.copies == "alternate" and len(self.formats) > 1
+            self._alternates = wanted and reshards is True and mesh.size() > 1
+        if self._alternates and reshards is not True:
+            raise RuntimeError(
+                f'f8fx.fsdp: {self.fqn!r} is no longer resharded after the forward, and copies="alternate" needs '
+                'that: the backward has to gather its own copy. Use copies="both"'
+            )
+        return self._alternates
+
     def scales(self, shard: Float8Shard, mesh: DeviceMesh, source: torch.dtype) -> tuple[Tensor, ...]:
         """One tensor of scales for each format, of the whole weight rounded to ``source``."""
         self.manager.prepare(self, shard, mesh)
@@ -135,10 +176,12 @@ class Scales:
     """Takes the amaxes of all converted weights of a model, see above.
 
     Args:
+        model: what holds the weights.
         mode: ``"forward"``, or ``"manual"``: only when :meth:`refresh` is called.
     """
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, model: nn.Module, mode: Mode) -> None:
+        self.model = model
         self.mode = mode
         self.weights: list[WeightScales] = []
         self.depth = 0  # of forwards of the model that are running

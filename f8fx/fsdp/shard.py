@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from f8fx.torch_private import disabled_torch_function, is_mutating, local_tensor, storage_key
+from f8fx.torch_private import disabled_torch_function, in_backward, is_mutating, local_tensor, storage_key
 
 from .formats import Layout
 from .weight import Float8Weight
@@ -149,7 +149,7 @@ class Float8Shard(torch.Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What is sent: one tensor of bytes, of the padded size of a shard, for each format.
+        """What is sent: one tensor, of a byte an element and the padded size of a shard, for each copy.
 
         The weight is rounded to ``mp_policy.param_dtype`` first, as it is when FSDP2 gathers it in high
         precision, so that both give the same float8 numbers.
@@ -161,8 +161,11 @@ class Float8Shard(torch.Tensor):
         scales = weight.scales(self, mesh, source)
         x = self.plain.to(source)
         wire = _wire_dtype(weight.wire, mesh)
+        content = int(in_backward()) if weight.alternates(mesh) else None
         sent = []
-        for form, scale in zip(weight.formats, scales, strict=True):
+        for index, (form, scale) in enumerate(zip(weight.formats, scales, strict=True)):
+            if content not in (None, index):
+                continue
             data = form.quantize(x, layout.local(scale, form.dim)).view(torch.uint8)
             if data.shape[0] != layout.padded_rows:
                 padded = data.new_zeros((layout.padded_rows, data.shape[1]))
@@ -171,7 +174,7 @@ class Float8Shard(torch.Tensor):
             sent.append(data.view(wire or form.dtype))
         # a group of one gathers the first tensor only (torch 2.13)
         local = tuple(sent[1:]) if mesh.size() == 1 else ()
-        return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local)
+        return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local, content)
 
     def fsdp_post_all_gather(
         self,
@@ -182,23 +185,30 @@ class Float8Shard(torch.Tensor):
         out: Tensor | None = None,
     ) -> Any:
         """What is made of what arrived: a :class:`Float8Weight`, or new scales for the one there is."""
-        scales, (n, k), local = metadata
+        scales, (n, k), local, content = metadata
+        formats = self.weight.formats
         self.weight.manager.gathered()
         if out is not None:
             target = local_tensor(out) if isinstance(out, DTensor) else out
             if not isinstance(target, Float8Weight):
                 raise RuntimeError(f"f8fx.fsdp: FSDP2 handed back {type(target)} for {self.weight.fqn!r}")
-            target.set_scales(scales)
-            for old, new in zip(target._tensors()[2::2], local, strict=False):
+            target.arrived(scales, content or 0)
+            for index, new in enumerate(local, start=1):
                 # not seen by autograd, which may hold it for the backward, like FSDP2's own writes
-                old.data.view(torch.uint8).copy_(new.view(torch.uint8))
+                getattr(target, f"_data_{index}").data.view(torch.uint8).copy_(new.view(torch.uint8))
             return None
+        alternate = content is not None
+        arrived = (*all_gather_outputs, *local) * (len(formats) if alternate else 1)
         data = tuple(
             # padding is at the end: the shards before the last are full
             gathered.view(form.dtype).view(-1)[: n * k].view(n, k)
-            for gathered, form in zip((*all_gather_outputs, *local), self.weight.formats, strict=True)
+            for gathered, form in zip(arrived, formats, strict=True)
         )
-        made = Float8Weight(data, scales, self.weight.formats, param_dtype, self.weight.fqn)
+        if alternate:
+            scales = tuple(scale.clone() for scale in scales)
+        made = Float8Weight(data, scales, formats, param_dtype, self.weight.fqn, alternate)
+        if alternate:
+            made.arrived(scales, content)
         return made, ()  # all memory is FSDP2's own: nothing more to free
 
 

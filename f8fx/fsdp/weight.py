@@ -47,10 +47,17 @@ class Float8Weight(torch.Tensor):
         formats: the forward's, and where it differs the backward's.
         dtype: of the weight it stands for.
         fqn: for messages.
+        alternate: both formats share one memory; the forward's copy is in it in the forward, the
+            backward's in the backward. The scales of the one that is not are NaN, so that no graph can
+            take the one for the other unnoticed.
+        content: which copy is there, shared by all tensors on this memory.
     """
 
     formats: tuple[Format, ...]
     fqn: str
+    alternate: bool
+    content: list[int]
+    _first: Tensor
 
     @staticmethod
     def __new__(
@@ -60,6 +67,8 @@ class Float8Weight(torch.Tensor):
         formats: tuple[Format, ...],
         dtype: torch.dtype,
         fqn: str = "",
+        alternate: bool = False,
+        content: list[int] | None = None,
     ) -> Float8Weight:
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -70,32 +79,51 @@ class Float8Weight(torch.Tensor):
             device=data[0].device,
             requires_grad=False,
         )
-        for index in range(len(formats)):
-            setattr(self, f"_data_{index}", data[index])
-            setattr(self, f"_scale_{index}", scales[index])
-        self.formats, self.fqn = formats, fqn
+        self.formats, self.fqn, self.alternate = formats, fqn, alternate
+        self.content = content if content is not None else [0]
+        self._first = data[0]
+        for index, (copy, scale) in enumerate(zip(data, scales, strict=True)):
+            setattr(self, f"_scale_{index}", scale)
+            if index:
+                setattr(self, f"_data_{index}", copy)
         return self
+
+    @property
+    def _data_0(self) -> Tensor:
+        if self.alternate and self.content[0] != 0:
+            raise RuntimeError(
+                f"f8fx.fsdp: a forward reads {_named(self)} during a backward, as activation checkpointing does; "
+                'what is there is the backward\'s copy. Use enable_float8_all_gather(..., copies="both")'
+            )
+        return self._first
 
     __torch_function__ = disabled_torch_function()
 
-    def set_scales(self, scales: tuple[Tensor, ...]) -> None:
-        """The scales of newly gathered data."""
+    def arrived(self, scales: tuple[Tensor, ...], content: int) -> None:
+        """New data was gathered: these are its scales, and with ``alternate`` this the copy it is."""
         for index, scale in enumerate(scales):
-            setattr(self, f"_scale_{index}", scale)
+            if not self.alternate:
+                setattr(self, f"_scale_{index}", scale)
+                continue
+            # in place, and not seen by autograd, like FSDP2's own writes: a backward holds this very tensor
+            mine = getattr(self, f"_scale_{index}").data
+            mine.copy_(scale) if index == content else mine.fill_(torch.nan)
+        self.content[0] = content
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [f"_{what}_{index}" for index in range(len(self.formats)) for what in ("data", "scale")]
-        return names, (self.formats, self.dtype)
+        return names, (self.formats, self.dtype, self.alternate)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Float8Weight:
-        formats, dtype = meta
+        formats, dtype, alternate = meta
         count = range(len(formats))
         return Float8Weight(
             tuple(inner[f"_data_{index}"] for index in count),
             tuple(inner[f"_scale_{index}"] for index in count),
             formats,
             dtype,
+            alternate=alternate,
         )
 
     def _tensors(self) -> list[Tensor]:
@@ -105,7 +133,15 @@ class Float8Weight(torch.Tensor):
     def alias(self) -> Float8Weight:
         """Another tensor object on the same memory."""
         tensors = self._tensors()
-        return Float8Weight(tuple(tensors[::2]), tuple(tensors[1::2]), self.formats, self.dtype, self.fqn)
+        return Float8Weight(
+            tuple(tensors[::2]),
+            tuple(tensors[1::2]),
+            self.formats,
+            self.dtype,
+            self.fqn,
+            self.alternate,
+            self.content,
+        )
 
     def dequantize_marked(self) -> Tensor:
         """The plain tensor it stands for, by the operator that the passes know as a mark."""
@@ -121,6 +157,7 @@ class Float8Weight(torch.Tensor):
             dim_other=other.dim,
             power_of_2=first.power_of_2,
             power_of_2_other=other.power_of_2,
+            alternate=self.alternate,
         )
 
     @classmethod

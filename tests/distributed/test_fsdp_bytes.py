@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,105 @@ def gathers_take_half_the_bytes():
         [c for c in calls if c.op not in ("all_gather_into_tensor", "all_reduce")] for calls in (plain, sent)
     ]
     assert others[0] == others[1]  # gradients travel as they did
+
+
+def rowwise_alternates():
+    """Two formats, and still half the bytes: forward and backward each gather their own copy."""
+    for recipe in ("rowwise", "rowwise_with_gw_hp"):
+        models = [
+            Setup(recipe, world_mesh(), float8, enable={"copies": "alternate"} if float8 else {}).build()
+            for float8 in (False, True)
+        ]
+        weights = numel_of(models[1], True)
+        gathers = [[c for c in step_of(model) if c.op == "all_gather_into_tensor"] for model in models]
+        sent = [sum(c.bytes for c in calls) for calls in gathers]
+        assert sent[1] == sent[0] - 2 * weights, recipe
+        results = []
+        for float8 in (False, True):
+            enable = {"copies": "alternate"} if float8 else {}
+            model = Setup(recipe, world_mesh(), float8, enable=enable).build()
+            results.append(train(model, 5, rank=dist.get_rank()))
+        assert_same(*results, recipe)
+        both = step_of(Setup(recipe, world_mesh(), True).build())
+        assert sum(c.bytes for c in both if c.op == "all_gather_into_tensor") == sent[0], recipe
+
+
+def kept_for_the_backward(model):
+    """Bytes of the weights' shapes that autograd keeps after a forward."""
+    pending, seen, kept = [model(batch(0)).grad_fn], set(), []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [source for source, _ in node.next_functions]
+        if "CompiledFunction" in type(node).__name__:
+            kept += [
+                t.untyped_storage().size() for t in node.saved_tensors if 16 not in t.shape and t.dim() == 2
+            ]
+    assert len(kept) == 6
+    return sum(kept)
+
+
+def no_weight_outlives_its_forward():
+    """What FSDP2 frees is freed: no copy made of it, transposed say, is kept for the backward."""
+    for recipe, copies in (("tensorwise", "both"), ("rowwise", "both"), ("rowwise", "alternate")):
+        assert (
+            kept_for_the_backward(Setup(recipe, world_mesh(), True, enable={"copies": copies}).build()) == 0
+        )
+
+
+def alternating_needs_resharding():
+    """Without it there is one gather for both halves: it carries both copies."""
+    enable, shard = {"copies": "alternate"}, {"reshard_after_forward": False}
+    results = []
+    for float8 in (False, True):
+        setup = Setup("rowwise", world_mesh(), float8, shard=shard, enable=enable if float8 else {})
+        results.append(train(setup.build(), 2))
+    assert_same(*results)
+    # told so afterwards: too late to change what is gathered
+    model = Setup("rowwise", world_mesh(), True, enable=enable).build()
+    train(model, 1)
+    model.set_reshard_after_forward(False)
+    _raises("no longer resharded after the forward", lambda: model(batch(0)))
+
+
+def alternating_forbids_checkpointing():
+    """In the graph and around it: an error, and without the error's check NaN, never a wrong number."""
+    from torch.distributed.fsdp import fully_shard
+
+    import f8fx
+    from f8fx.fsdp.weight import Float8Weight
+    from tests.distributed.models import OPTIONS, Net
+    from tests.distributed.test_fsdp_policies import Checkpointed
+
+    def build(inside):
+        torch._dynamo.reset()
+        model = Net().to(bf16)
+        enable_float8_all_gather(model, "rowwise", filter_fqns=["head"], copies="alternate")
+        for index, block in enumerate(model.blocks):
+            if not inside:
+                block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise"})
+            wrapped = Checkpointed(block)
+            if inside:
+                wrapped.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise", "strict": False})
+            fully_shard(wrapped, mesh=world_mesh())
+            model.blocks[index] = wrapped
+        return fully_shard(model, mesh=world_mesh())
+
+    model = build(inside=False)
+    _raises(
+        "a forward reads 'blocks.1.gate.weight' during a backward",
+        lambda: loss_of(model(batch(0))).backward(),
+    )
+    model = build(inside=True)
+    _raises("is checkpointed, so its forward runs again", lambda: model(batch(0)))
+    model = build(inside=False)
+    with mock.patch.object(Float8Weight, "_data_0", property(lambda self: self._first)):
+        loss_of(model(batch(0))).backward()
+    for block in model.blocks:
+        grad = block.block.gate.weight.grad.full_tensor()
+        assert not grad.isfinite().any()
 
 
 def one_reduction_a_forward_whatever_is_wrapped():
@@ -175,7 +275,7 @@ def manual_scales():
 def _raises(text, call):
     try:
         call()
-    except RuntimeError as error:
+    except Exception as error:
         assert text in str(error), error
     else:
         raise AssertionError(f"no error with {text!r}")
@@ -212,6 +312,10 @@ def test_two_ranks():
         2,
         [
             gathers_take_half_the_bytes,
+            no_weight_outlives_its_forward,
+            rowwise_alternates,
+            alternating_needs_resharding,
+            alternating_forbids_checkpointing,
             one_reduction_a_forward_whatever_is_wrapped,
             root_holds_converted_weights,
             scales_are_never_stale,
