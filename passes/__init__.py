@@ -112,7 +112,8 @@ class Pipeline:
             run("share", self.share, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]
-        report.warnings = [_read_rounded(unfolded(graph))] if unfolded(graph) else []
+        rounded = unfolded(graph)
+        report.warnings = [_read_rounded(rounded)] if rounded else []
         report.target = _target_name(self.select, found)
         return report
 

@@ -184,6 +184,7 @@ class Scales:
         self.model = model
         self.mode = mode
         self.weights: list[WeightScales] = []
+        self.lost: set[WeightScales] = set()
         self.depth = 0  # of forwards of the model that are running
         self.fresh = False  # taken for gathers outside a forward that have not arrived yet
 
@@ -240,10 +241,10 @@ class Scales:
         jobs = []
         for weight in self.weights:
             shard = weight.shard()
-            if shard is None or shard.plain.is_meta:
-                self._lost(weight, shard)
+            if shard is None:
+                self._warn_of_lost(weight)
                 continue
-            mesh = weight.shard_mesh()
+            mesh = None if shard.plain.is_meta else weight.shard_mesh()
             if mesh is not None:  # else it is learned at the first gather
                 jobs.append((weight, shard, mesh))
         by_group: dict[Any, list[Any]] = defaultdict(list)
@@ -252,14 +253,14 @@ class Scales:
         for group_jobs in by_group.values():
             self._reduce(group_jobs)
 
-    def _lost(self, weight: WeightScales, shard: Any) -> None:
-        if shard is None and weight._param is not None:
+    def _warn_of_lost(self, weight: WeightScales) -> None:
+        if weight not in self.lost:
+            self.lost.add(weight)
             log.warning(
-                "f8fx.fsdp: the parameter %r was replaced after enable_float8_all_gather; it is no longer "
-                "gathered in float8",
+                "f8fx.fsdp: the parameter %r was replaced after enable_float8_all_gather (tensor parallelism "
+                "comes before it) and is not gathered in float8",
                 weight.fqn,
             )
-            weight._param = None
 
     @torch.no_grad()
     def _reduce(self, jobs: Sequence[tuple[WeightScales, Float8Shard, DeviceMesh]]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import f8fx
 from f8fx.fsdp import enable_float8_all_gather
 from tests.distributed.harness import run_checks
-from tests.distributed.models import OPTIONS, Net, Setup, assert_same, collectives, train, world_mesh
+from tests.distributed.models import OPTIONS, Net, Setup, assert_same, batch, collectives, train, world_mesh
 from tests.helpers import bf16
 
 
@@ -70,6 +70,17 @@ def fsdp_and_tensor_parallel():
         compare(lambda float8, recipe=recipe: tensor_parallel(float8, recipe), f"2-D {recipe}")
 
 
+def smaller_groups_are_refused():
+    """FSDP2 has no way to gather such a parameter again from a part of what it gathered."""
+    model = Setup("tensorwise", world_mesh(), True, shard={"reshard_after_forward": 2}).build()
+    try:
+        model(batch(0))
+    except NotImplementedError as error:
+        assert "reshard_after_forward=True or False" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
 def uneven():
     """64 and 96 rows over three ranks: 22 + 22 + 20, and 32 each."""
     for recipe in ("tensorwise", "rowwise"):
@@ -119,7 +130,7 @@ def empty():
 
 
 def test_four_ranks():
-    run_checks(4, [hsdp, fsdp_and_tensor_parallel])
+    run_checks(4, [hsdp, fsdp_and_tensor_parallel, smaller_groups_are_refused])
 
 
 def test_three_ranks():

@@ -109,6 +109,22 @@ def frozen():
     assert_same(*results)
 
 
+def not_a_number():
+    """A NaN or an infinity in one rank's shard reaches what it reaches with high-precision gathers."""
+    for value in (torch.nan, torch.inf):
+        for recipe in ("tensorwise", "rowwise"):
+            outputs = []
+            for float8 in (False, True):
+                model = Setup(recipe, world_mesh(), float8).build()
+                with torch.no_grad():
+                    if dist.get_rank() == 1:
+                        model.blocks[0].gate.weight.to_local()[3, 5] = value
+                    outputs.append(model.blocks[0](batch(0)).detach())
+            assert outputs[0].isnan().any()
+            assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
+            assert torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num()), (value, recipe)
+
+
 class Tied(nn.Module):
     """Two linear layers of one weight, and an embedding tied to a third."""
 
@@ -196,5 +212,6 @@ def test_two_ranks():
             frozen,
             tied,
             checkpointing,
+            not_a_number,
         ],
     )

@@ -152,6 +152,16 @@ def test_a_parameter_whose_outside_was_moved_alone():
         model.gate.weight + 0
 
 
+def test_a_parameter_that_was_replaced_is_told_of_once(caplog):
+    model = Block()
+    enable_float8_all_gather(model)
+    model.up.weight = nn.Parameter(model.up.weight.detach().plain)
+    for _ in range(2):
+        model(torch.zeros(1, 64))
+    (record,) = caplog.records
+    assert "'up.weight' was replaced" in record.getMessage()
+
+
 # -- the gathered weight
 
 
