@@ -111,18 +111,38 @@ def frozen():
 
 def not_a_number():
     """A NaN or an infinity in one rank's shard reaches what it reaches with high-precision gathers."""
-    for value in (torch.nan, torch.inf):
+    for value, owner in ((torch.nan, 0), (torch.nan, 1), (torch.inf, 1)):
         for recipe in ("tensorwise", "rowwise"):
             outputs = []
             for float8 in (False, True):
                 model = Setup(recipe, world_mesh(), float8).build()
                 with torch.no_grad():
-                    if dist.get_rank() == 1:
+                    if dist.get_rank() == owner:
                         model.blocks[0].gate.weight.to_local()[3, 5] = value
                     outputs.append(model.blocks[0](batch(0)).detach())
             assert outputs[0].isnan().any()
             assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
             assert torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num()), (value, recipe)
+            # one NaN makes the tensorwise scale one, on every rank, whoever has it
+            model.blocks[0].unshard()
+            scale = model.blocks[0].gate.weight._scale_0
+            assert int(scale.isnan().sum()) == int(value is torch.nan), (value, owner, scale)
+
+
+def checkpointing_of_the_whole_model():
+    """Its forward, hooks included, runs again in the backward; amaxes are not taken again."""
+    results = []
+    for float8 in (False, True):
+        model = Setup("tensorwise", world_mesh(), float8).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with collectives() as sent:
+            for step in range(2):
+                loss_of(checkpoint(model, batch(step), use_reentrant=False)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append({name: whole(p) for name, p in model.named_parameters()})
+        assert sum(call.op == "all_reduce" for call in sent) == (2 if float8 else 0)
+    assert_same(*results)
 
 
 class Tied(nn.Module):
@@ -212,6 +232,7 @@ def test_two_ranks():
             frozen,
             tied,
             checkpointing,
+            checkpointing_of_the_whole_model,
             not_a_number,
         ],
     )
