@@ -14,8 +14,8 @@ changes one shard). So nothing is inferred: amaxes are taken anew
 * whenever the model's forward begins: a hook on the model passed to ``enable_float8_all_gather``;
 * whenever FSDP2 gathers outside of a forward and a backward (``model.unshard()``, a call of a submodule).
 
-The gathers of the backward, those of checkpointing included, use the scales of the forward: weights do not
-change between the two. What this costs is one read of the local shards and one small all-reduce a forward;
+The gathers of the backward, those of checkpointing included, use the scales of the last forward: weights do
+not change between the two, and where they are seen to, that is an error. What this costs is one read of the local shards and one small all-reduce a forward;
 with gradient accumulation that is more often than needed, and ``scales="manual"`` leaves it to the user.
 """
 
@@ -99,6 +99,11 @@ class WeightScales:
         # gathered at the moment: FSDP2 has put the gathered weight into the module
         local = local_tensor(self._param) if isinstance(self._param, DTensor) else None
         return local if isinstance(local, Float8Shard) else None
+
+    def version_now(self, shard: Float8Shard) -> Any:
+        """See :meth:`Float8Shard.version`; of the parameter's shard, of which FSDP2 may have sent a copy."""
+        own = self.shard()
+        return (shard if own is None else own).version()
 
     def shard_mesh(self) -> DeviceMesh | None:
         """The mesh that FSDP2 shards over, where the placements tell; it is compared at the first gather."""
@@ -210,10 +215,17 @@ class Scales:
         """Makes sure, just before a gather, that the weight's amaxes are those of now.
 
         Raises:
-            RuntimeError: with ``mode="manual"``, if they are not.
+            RuntimeError: with ``mode="manual"``, if they are not; and in a backward, if the weight was changed
+                since the last forward.
         """
         if self.mode == "manual":
             self._check(weight, shard)
+        elif in_backward() and weight.version not in (None, weight.version_now(shard)):
+            raise RuntimeError(
+                f"f8fx.fsdp: {weight.fqn!r} was changed between a forward and a backward, and its scale is that of "
+                "the last forward. Run the backward before changing weights (an evaluation with averaged "
+                "weights in between changes them, too)"
+            )
         elif self.depth == 0 and not in_backward() and not self.fresh:
             self.refresh()
             self.fresh = True
@@ -224,7 +236,7 @@ class Scales:
     def _check(self, weight: WeightScales, shard: Float8Shard) -> None:
         if weight.reduced is None:
             problem = "has no scale yet"
-        elif weight.version != shard.version():
+        elif weight.version != weight.version_now(shard):
             problem = "was changed since its scale was computed"
         else:
             return
@@ -282,7 +294,7 @@ class Scales:
             dist.all_reduce(vector.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
         reduced = _Reduced(vector, places)
         for weight, shard, _ in jobs:
-            weight.reduced, weight.mesh, weight.version = reduced, mesh, shard.version()
+            weight.reduced, weight.mesh, weight.version = reduced, mesh, weight.version_now(shard)
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:

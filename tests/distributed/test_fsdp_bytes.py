@@ -246,6 +246,23 @@ def scales_are_never_stale():
     assert_same(changed_in_every_way(False), changed_in_every_way(True))
 
 
+def changed_before_the_backward():
+    """The backward would gather new weights with old scales; also after an evaluation with other weights."""
+    model = Setup("tensorwise", world_mesh(), True).build()
+    weight = model.blocks[1].gate.weight
+    loss = loss_of(model(batch(0)))
+    with torch.no_grad():
+        weight.mul_(3)
+        model(batch(1))
+        weight.div_(3)
+    _raises("was changed between a forward and a backward", loss.backward)
+    model = Setup("tensorwise", world_mesh(), True).build()
+    loss = loss_of(model(batch(0)))
+    with torch.no_grad():
+        model(batch(1))  # an evaluation with the same weights is no matter
+    loss.backward()
+
+
 def manual_scales():
     """One reduction for several forwards, and an error, not a stale scale, where the call was forgotten."""
     rank, results = dist.get_rank(), []
@@ -319,6 +336,7 @@ def test_two_ranks():
             one_reduction_a_forward_whatever_is_wrapped,
             root_holds_converted_weights,
             scales_are_never_stale,
+            changed_before_the_backward,
             manual_scales,
             ranks_that_differ_all_raise,
             optimizers_and_copies_are_plain,
