@@ -72,6 +72,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "fsdp":  # a module, not part of `import *`: it needs torch.distributed
+        return importlib.import_module(".fsdp", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'f8fx' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

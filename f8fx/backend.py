@@ -23,7 +23,7 @@ from .agreement import confirm, confirm_plain
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options
 from .partition import Partitioner
-from .passes import FilterError, Pipeline, WeightInputs
+from .passes import FilterError, Pipeline, RecomputeError, WeightInputs
 from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
 from .torch_private import (
@@ -77,8 +77,8 @@ class GraphPass(CustomGraphPass):
         before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
         try:
             report = self.pipeline(graph)
-        except FilterError:
-            raise
+        except (FilterError, RecomputeError):
+            raise  # the user's to mend, not ours to work around
         except Exception as error:
             # the graph can run as it was, if that is what happens on all ranks
             confirm_plain(traffic(before, {}))

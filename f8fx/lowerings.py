@@ -49,6 +49,8 @@ def register() -> None:
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
     table.register(ops.materialize, table.realized)
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
+    table.register(ops.dequantize_both, lambda *args, **kwargs: _dequantize_both(table, *args, **kwargs))
+    table.register(ops.relayout, lambda data, **kwargs: _relayout(table, data, **kwargs))
 
 
 def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
@@ -133,13 +135,23 @@ def _cast(
     limit = torch.finfo(dtype).max
     for bound, beyond in ((limit, aten.gt), (-limit, aten.lt)):
         value = table(aten.where, table(beyond, value, bound), table.constant_like(bound, value), value)
+    return table.to_dtype(_laid_out(table, value, transpose, align), dtype)
+
+
+def _laid_out(table: Lowering, value: Any, transpose: bool, align: Sequence[int]) -> Any:
     if transpose:
         value = table(aten.permute, value, [1, 0])
     rows, columns = value.get_size()
     missing = [table.missing(size, multiple) for size, multiple in ((columns, align[1]), (rows, align[0]))]
     if any(missing):
-        value = table(aten.constant_pad_nd, value, [0, missing[0], 0, missing[1]], 0.0)
-    return table.to_dtype(value, dtype)
+        value = table(aten.constant_pad_nd, value, [0, missing[0], 0, missing[1]], 0)
+    return value
+
+
+def _relayout(table: Lowering, data: Any, *, transpose: bool = False, align: Sequence[int] = (1, 1)) -> Any:
+    # bytes, so that no conversion on the way can touch a NaN's bits
+    bits = _laid_out(table, table(aten.view.dtype, data, torch.uint8), transpose, align)
+    return table(aten.view.dtype, table.row_major(table.copied(bits)), data.get_dtype())
 
 
 def _quantize_both(
@@ -160,9 +172,23 @@ def _quantize_both(
     )
 
 
-def _dequantize(table: Lowering, data: Any, scale: Any, *, dtype: torch.dtype, dim: int | None = None) -> Any:
+def _dequantize(
+    table: Lowering,
+    data: Any,
+    scale: Any,
+    *,
+    dtype: torch.dtype,
+    dim: int | None = None,
+    power_of_2: bool = False,
+) -> Any:
     value = table(aten.div, table.to_dtype(data, torch.float32), _broadcast(table, scale, dim))
     return table.to_dtype(value, dtype)
+
+
+def _dequantize_both(
+    table: Lowering, data: Any, scale: Any, other: Any, scale_other: Any, *, dtype: torch.dtype, **format: Any
+) -> Any:
+    return _dequantize(table, data, scale, dtype=dtype, dim=format.get("dim"))
 
 
 def _broadcast(table: Lowering, scale: Any, dim: int | None) -> Any:

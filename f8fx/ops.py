@@ -1,4 +1,4 @@
-"""The intermediate representation: seven functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: nine functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
@@ -6,6 +6,8 @@
 ``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
 ``quantize_both``      both copies at once, with one read of the source
 ``dequantize``         marks a tensor that already is float8; ``quantize`` of it folds away
+``dequantize_both``    the same for a tensor of which float8 copies in two formats exist
+``relayout``           bit-exact copy of a float8 tensor, transposed and padded if asked
 ``concat``             tensors side by side, as one operand of a merged gemm; never written to memory:
                        ``amax`` and ``quantize`` of it read the parts where they lie
 ``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it
@@ -38,7 +40,11 @@ _SCHEMAS = (
     "int[2] align=[1, 1]) -> Tensor",
     "quantize_both(Tensor x, Tensor scale, Tensor scale_t, *, ScalarType dtype, int? dim=None, "
     "int? dim_t=None, int[2] align=[1, 1], int[2] align_t=[1, 1]) -> (Tensor, Tensor)",
-    "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None) -> Tensor",
+    "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None, bool power_of_2=False) -> Tensor",
+    "dequantize_both(Tensor data, Tensor scale, Tensor other, Tensor scale_other, *, ScalarType dtype, "
+    "int? dim=None, int? dim_other=None, bool power_of_2=False, bool power_of_2_other=False, "
+    "bool alternate=False) -> Tensor",
+    "relayout(Tensor data, *, bool transpose=False, int[2] align=[1, 1]) -> Tensor",
     "concat(Tensor[] tensors, int dim) -> Tensor",
     "materialize(Tensor x) -> Tensor",
 )
@@ -83,8 +89,30 @@ def _quantize_both(
     )
 
 
-def _dequantize(data: Tensor, scale: Tensor, *, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+def _dequantize(
+    data: Tensor, scale: Tensor, *, dtype: torch.dtype, dim: int | None = None, power_of_2: bool = False
+) -> Tensor:
     return cast.dequantize(data, scale, dtype, dim)
+
+
+def _dequantize_both(
+    data: Tensor,
+    scale: Tensor,
+    other: Tensor,
+    scale_other: Tensor,
+    *,
+    dtype: torch.dtype,
+    dim: int | None = None,
+    dim_other: int | None = None,
+    power_of_2: bool = False,
+    power_of_2_other: bool = False,
+    alternate: bool = False,
+) -> Tensor:
+    return cast.dequantize(data, scale, dtype, dim)
+
+
+def _relayout(data: Tensor, *, transpose: bool = False, align: Sequence[int] = (1, 1)) -> Tensor:
+    return cast.relayout(data, transpose, list(align))
 
 
 def _concat(tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -101,6 +129,8 @@ for _name, _implementation in (
     ("quantize", _quantize),
     ("quantize_both", _quantize_both),
     ("dequantize", _dequantize),
+    ("dequantize_both", _dequantize_both),
+    ("relayout", _relayout),
     ("concat", _concat),
     ("materialize", _materialize),
 ):
@@ -139,8 +169,30 @@ def _(x, scale, scale_t, *, dtype, dim=None, dim_t=None, align=(1, 1), align_t=(
 
 
 @torch.library.register_fake("f8fx::dequantize", lib=_LIB)
-def _(data, scale, *, dtype, dim=None):
+def _(data, scale, *, dtype, dim=None, power_of_2=False):
     return data.new_empty(data.shape, dtype=dtype)
+
+
+@torch.library.register_fake("f8fx::dequantize_both", lib=_LIB)
+def _(
+    data,
+    scale,
+    other,
+    scale_other,
+    *,
+    dtype,
+    dim=None,
+    dim_other=None,
+    power_of_2=False,
+    power_of_2_other=False,
+    alternate=False,
+):
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+@torch.library.register_fake("f8fx::relayout", lib=_LIB)
+def _(data, *, transpose=False, align=(1, 1)):
+    return _fake_float8(data, data.dtype, transpose, align)
 
 
 @torch.library.register_fake("f8fx::materialize", lib=_LIB)
@@ -163,8 +215,15 @@ scale = torch.ops.f8fx.scale.default
 quantize = torch.ops.f8fx.quantize.default
 quantize_both = torch.ops.f8fx.quantize_both.default
 dequantize = torch.ops.f8fx.dequantize.default
+dequantize_both = torch.ops.f8fx.dequantize_both.default
+relayout = torch.ops.f8fx.relayout.default
 concat = torch.ops.f8fx.concat.default
 materialize = torch.ops.f8fx.materialize.default
 
+#: Those that mark a tensor as float8 already. ``power_of_2`` says how the scale was made: it belongs to the
+#: format, and a ``quantize`` folds into a marker of its own format only. ``alternate``: the two copies share
+#: memory; the first is there in the forward, the second in the backward.
+MARKERS = frozenset((dequantize, dequantize_both))
+
 #: All operators of the IR.
-ALL = frozenset((amax, scale, quantize, quantize_both, dequantize, concat, materialize))
+ALL = frozenset((amax, scale, quantize, quantize_both, *MARKERS, relayout, concat, materialize))

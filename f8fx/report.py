@@ -116,6 +116,7 @@ class GraphReport:
         pass_seconds: time of each pass, by name.
         cached: the compiled code came from a cache; the decisions are those made when it was built.
         fallback: why the graph runs without float8 after an internal failure, else "".
+        warnings: what the user should know beyond the decisions; logged as warnings.
     """
 
     recipe: str
@@ -127,6 +128,7 @@ class GraphReport:
     pass_seconds: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     fallback: str = ""
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -162,6 +164,7 @@ class GraphReport:
             [decision for report in reports for decision in report.decisions],
             [gather for report in reports for gather in report.gathers],
             [traffic for report in reports for traffic in report.traffic],
+            warnings=[warning for report in reports for warning in report.warnings],
         )
         for report in reports:
             for name, seconds in report.pass_seconds.items():
@@ -216,5 +219,7 @@ def recording() -> Iterator[list[GraphReport]]:
 def publish(report: GraphReport) -> None:
     """Logs a report and hands it to every open :func:`recording` block."""
     log.info(report.line())
+    for warning in report.warnings:
+        log.warning(warning)
     for recorder in _RECORDERS:
         recorder.append(report)

@@ -86,6 +86,71 @@ def managed_by_fsdp(parameter: torch.Tensor) -> bool:
     return module is not None and bool(module.FSDPModule.__subclasses__())
 
 
+# -- distributed ----------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor itself (``_local_tensor``); ``to_local`` gives an alias of it."""
+    return tensor._local_tensor
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward (``torch._C._current_graph_task_id``)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def infinity_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Largest magnitudes of non-empty tensors, in their dtypes, by as few kernels as there can be."""
+    return torch._foreach_norm(list(tensors), float("inf"))
+
+
+def fsdp_group_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> Any:
+    """FSDP2's parameter group, below ``model``, whose parameter has such a local tensor; ``None`` if none has.
+
+    ``FSDPModule._get_fsdp_state()``, its ``_fsdp_param_groups`` (2.11: ``_fsdp_param_group``), their
+    ``fsdp_params`` and ``sharded_param``.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            params = group.fsdp_params if group is not None else ()
+            if any(is_local(local_tensor(param.sharded_param)) for param in params):
+                return group
+    return None
+
+
+def reshards_after_forward(group: Any) -> bool | str | None:
+    """Whether FSDP2 frees a group's parameters after the forward; ``"smaller"``: it keeps a part of them.
+
+    ``None`` for no group. Properties ``_reshard_after_forward`` and ``_use_post_forward_mesh``.
+    """
+    if group is None:
+        return None
+    if not group._reshard_after_forward:
+        return False
+    return "smaller" if group._use_post_forward_mesh else True
+
+
+def move_pre_hook_first(module: Any, key: int) -> None:
+    """Makes a forward pre-hook the first to run; ``key`` is its handle's ``id``."""
+    module._forward_pre_hooks.move_to_end(key, last=False)
+
+
+def disabled_torch_function() -> Any:
+    """What a tensor subclass that acts in ``__torch_dispatch__`` alone has as ``__torch_function__``."""
+    return torch._C._disabled_torch_function_impl
+
+
+def is_mutating(operator: Any) -> bool:
+    """Whether an operator writes to one of its arguments (``OpOverload._schema``)."""
+    return operator._schema.is_mutable
+
+
 # -- symbolic sizes -------------------------------------------------------------------------------
 
 
@@ -473,6 +538,10 @@ class Lowering:
     def definition(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the operator itself out of the generated code (``fallback_handler``)."""
         return self._lowering.fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+
+    def copied(self, x: Any) -> Any:
+        """A copy of the value that is not removed as a no-op where ``x`` is a view."""
+        return self._ir.ExternKernel.copy_input(x)
 
     def row_major(self, x: Any) -> Any:
         """The 2-D value in a buffer of its own with contiguous strides."""

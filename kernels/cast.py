@@ -61,16 +61,21 @@ def quantize(
     limit = torch.finfo(dtype).max
     scaled = x.to(torch.float32) * broadcast(scale, dim)
     result = scaled.clamp(min=-limit, max=limit).to(dtype)
+    return relayout(result, transpose, align)
+
+
+def relayout(data: Tensor, transpose: bool, align: list[int]) -> Tensor:
+    """The bytes of a float8 tensor, transposed and zero-padded as :func:`quantize` would; contiguous."""
+    # of bytes: not every device can pad or copy float8, and a zero byte is +0 in every format
+    bits = data.view(torch.uint8)
     if transpose:
-        result = result.t()
-    pad_rows, pad_columns = padding(result.shape[0], align[0]), padding(result.shape[1], align[1])
+        bits = bits.t()
+    pad_rows, pad_columns = padding(bits.shape[0], align[0]), padding(bits.shape[1], align[1])
     if pad_rows or pad_columns:
-        # constant_pad_nd has no float8 kernel on every device; a zero byte is +0 in every format
-        bits = torch.nn.functional.pad(result.view(torch.uint8), (0, pad_columns, 0, pad_rows))
-        result = bits.view(dtype)
+        bits = torch.nn.functional.pad(bits, (0, pad_columns, 0, pad_rows))
     # a fresh tensor of canonical strides, also where a size-1 dimension would allow others
-    fresh = torch.empty(result.shape, dtype=dtype, device=x.device)
-    return fresh.copy_(result)
+    fresh = torch.empty(bits.shape, dtype=torch.uint8, device=data.device)
+    return fresh.copy_(bits).view(data.dtype)
 
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:

@@ -43,7 +43,7 @@ from .merge import Merge
 from .quantize import Quantize, RowwiseScales
 from .reuse import Reuse, WeightInputs
 from .select import FilterError, Policy, Select
-from .share import Share
+from .share import RecomputeError, Share, unfolded
 from .tags import Tags
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "Pipeline",
     "Policy",
     "Quantize",
+    "RecomputeError",
     "Reuse",
     "RowwiseScales",
     "Select",
@@ -143,6 +144,8 @@ class Pipeline:
             run("materialize", self.materialize, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]
+        rounded = unfolded(graph)
+        report.warnings = [_read_rounded(rounded)] if rounded else []
         report.target = _target_name(self.select, found)
         return report
 
@@ -160,6 +163,15 @@ def best_rowwise_scales(device: torch.device) -> RowwiseScales:
     if built is not None and tuple(int(part) for part in built.split(".")[:2]) < (12, 9):
         return "torchao"
     return "in_gemm"
+
+
+def _read_rounded(names: list[str]) -> str:
+    return (
+        f"f8fx: {len(names)} of the tensors that were gathered in float8 are read in high precision (in "
+        f"{'; '.join(sorted({name or 'the model itself' for name in names}))}): what is read is their float8 "
+        "rounding. Give the backend and f8fx.fsdp.enable_float8_all_gather the same recipe and filters, and "
+        "leave weights that are read by anything but a matmul out of both"
+    )
 
 
 def _target_name(select: Select, found: Any) -> str:

@@ -111,7 +111,7 @@ def _is_plain(conversion: Convert) -> bool:
         and isinstance(gemm.n, int)
         and gemm.n % ALIGNMENT == 0
         and not conversion.pad_k
-        and gemm.right.node.target is not ops.dequantize
+        and gemm.right.node.target not in ops.MARKERS
         and not _is_gathered(gemm.right.node)
     )
 

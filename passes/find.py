@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from f8fx import ops
 from f8fx.recipe import OperandKind, Role
 
 from . import fqn
@@ -114,7 +115,7 @@ class _Walk:
     def _trace(self, node: fx.Node) -> _Traced:
         source, transposed = trace(node)
         shape = shape_of(source)
-        key = (flat_base(source), str(shape[-2]), str(shape[-1]), len(shape))
+        key = (_identity(flat_base(source)), str(shape[-2]), str(shape[-1]), len(shape))
         return _Traced(self.representatives.setdefault(key, source), transposed)
 
     def _through_cast(self, traced: _Traced) -> _Traced:
@@ -245,9 +246,16 @@ def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
 def _is_parameter(node: fx.Node) -> bool:
     """Whether a tensor is an input of the graph, at most viewed, permuted, copied or cast."""
     node = base_of(node)
-    while node.target in CASTS or node.target is aten.clone.default:
+    while node.target in CASTS or node.target is aten.clone.default or node.target in ops.MARKERS:
         node = base_of(node.args[0])  # type: ignore[arg-type]
     return node.op == "placeholder"
+
+
+def _identity(node: fx.Node) -> Hashable:
+    """Equal for nodes with the same elements: a tensor that is float8 already has a marker for each use."""
+    if node.target in ops.MARKERS:
+        return (node.target, node.args, tuple(sorted(node.kwargs.items(), key=lambda item: item[0])))
+    return node
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from f8fx import hardware as hardware_table
+from f8fx import ops
 from f8fx.hardware import Hardware
 from f8fx.recipe import Recipe
 from f8fx.report import GemmInfo
@@ -23,7 +24,7 @@ from f8fx.torch_private import size_hint, statically_true
 
 from .choice import ALIGNMENT, Choice, Convert, Skip
 from .find import Found
-from .gemm import Gemm, Operand, Size
+from .gemm import Gemm, Operand, Size, Unmatched
 from .worth import Worth
 
 
@@ -77,7 +78,9 @@ class Select:
         choices = [self._legal(gemm) for gemm in found.gemms]
         worth = Worth(self.recipe, self.hardware_of, cached)
         if self.policy.select == "auto":
-            choices = worth.decide(choices)
+            judged = worth.decide(choices)
+            # a weight that exists in float8 only has no high-precision matmul to fall back to
+            choices = [old if _is_float8(old.gemm) else new for old, new in zip(choices, judged, strict=True)]
         elif self.predict:
             choices = worth.predict(choices)
         choices += [Skip(unmatched, unmatched.reason) for unmatched in found.unmatched]
@@ -129,7 +132,7 @@ class Select:
         hardware = self.hardware_of(gemm.device)
         if not hardware.float8_dtypes:
             return Skip(gemm, f"no float8 tensor cores on {hardware.name}")
-        if self.policy.select == "auto" and not hardware.float8_tensor_cores:
+        if self.policy.select == "auto" and not hardware.float8_tensor_cores and not _is_float8(gemm):
             hint = 'select="all" converts anyway, as an emulation' if hardware.float8_dtypes else ""
             return Skip(gemm, f"no float8 tensor cores on {hardware.name}", hint)
         for operand in (gemm.left, gemm.right):
@@ -165,6 +168,13 @@ class Select:
 def is_aligned(size: Size) -> bool:
     """Whether a size is a multiple of 16 whatever its value at run time."""
     return statically_true(size % ALIGNMENT == 0)
+
+
+def _is_float8(gemm: Gemm | Unmatched) -> bool:
+    """Whether an operand is float8 already: a weight that was gathered so."""
+    if isinstance(gemm, Unmatched):
+        return False
+    return gemm.left.node.target in ops.MARKERS or gemm.right.node.target in ops.MARKERS
 
 
 def _ask(filter_fn: FilterFn, gemm: Gemm) -> bool:

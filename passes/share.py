@@ -4,7 +4,8 @@
 
 1. equal inserted nodes become one (inference graphs have no partitioner, hence no CSE, of their own;
    in training this also joins forward and backward);
-2. ``quantize`` of a ``dequantize`` of the same format folds to the float8 tensor that was marked;
+2. ``quantize`` of a ``dequantize`` of the same format folds to the float8 tensor that was marked, or,
+   transposed or padded, to a copy of its bytes (``relayout``);
 3. the row-major and the transposed copy of one tensor become one two-output operator, which reads
    its source once, where both are made in the same half of the graph. A forward and a backward copy
    stay apart: joined, they would be made in the forward and the second one kept until the backward. For
@@ -22,13 +23,17 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
+from . import fqn
 from .find import backward_nodes
 from .operand import base_of
 
 _PLAIN = (1, 1)
+#: As ``partitioner_tag``: not to be computed in the forward and saved.
+_IN_BACKWARD = "must_be_in_backward"
 
 
 class Share:
@@ -75,26 +80,88 @@ def _fold_dequantize(graph: fx.Graph) -> None:
     for node in _inserted(graph):
         if node.target is not ops.quantize:
             continue
-        marker = node.args[0]
-        assert isinstance(marker, fx.Node)
-        if marker.target is not ops.dequantize or not _same_format(node, marker):
+        marker, own_scale = node.args[:2]
+        assert isinstance(marker, fx.Node) and isinstance(own_scale, fx.Node)
+        marked = _marked(marker).get(_format_wanted(node, own_scale))
+        if marked is None:
             continue
-        data, scale = marker.args[:2]
-        assert isinstance(data, fx.Node) and isinstance(scale, fx.Node)
+        data, scale = marked
+        if data is marker.args[0]:
+            _check_not_recomputed(node, marker)
         if node.kwargs["transpose"] or tuple(node.kwargs["align"]) != _PLAIN:  # type: ignore[arg-type]
-            continue
-        own_scale = node.args[1]
-        assert isinstance(own_scale, fx.Node)
+            with graph.inserting_before(node):
+                layout = {"transpose": node.kwargs["transpose"], "align": node.kwargs["align"]}
+                data = graph.create_node("call_function", ops.relayout, (data,), layout, "relayout")
+            data.meta.update(node.meta)  # shape, strides and dtype are the same too
+            if node.meta["f8fx"].role != "output":
+                # made in the forward it would be kept until the backward: an unsharded copy of every weight.
+                # What is marked is there in the backward too
+                data.meta["partitioner_tag"] = _IN_BACKWARD
+        if marker.kwargs.get("alternate") and scale is not marker.args[1]:
+            for reader in own_scale.users:
+                reader.meta["partitioner_tag"] = _IN_BACKWARD  # NaN in the forward
         node.replace_all_uses_with(data)
-        graph.erase_node(node)
         own_scale.replace_all_uses_with(scale)
+        _erase_unused(graph, node)
 
 
-def _same_format(quantize: fx.Node, marker: fx.Node) -> bool:
-    data = marker.args[0]
-    assert isinstance(data, fx.Node)
-    same_dtype = data.meta["val"].dtype == quantize.kwargs["dtype"]
-    return same_dtype and marker.kwargs.get("dim") == quantize.kwargs.get("dim")
+class RecomputeError(ValueError):
+    """A forward that checkpointing runs again in the backward reads what is there in the forward only."""
+
+
+def _check_not_recomputed(quantize: fx.Node, marker: fx.Node) -> None:
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    if marker.kwargs.get("alternate") and quantize.meta.get("recompute") in again:
+        raise RecomputeError(
+            f"f8fx: {fqn.of_node(quantize) or 'a matmul'} is checkpointed, so its forward runs again in the backward, "
+            'where its weight is gathered in the backward\'s float8 copy only. Use copies="both" in '
+            "f8fx.fsdp.enable_float8_all_gather"
+        )
+
+
+def _format_wanted(quantize: fx.Node, scale: fx.Node) -> Hashable:
+    return quantize.kwargs["dtype"], quantize.kwargs.get("dim"), bool(scale.kwargs.get("power_of_2"))
+
+
+def _marked(marker: fx.Node) -> dict[Hashable, tuple[fx.Node, fx.Node]]:
+    """The float8 copies that exist of a marked tensor: format -> (data, scale). Empty without a marker."""
+    if marker.target not in ops.MARKERS:
+        return {}
+    tensors: Any = marker.args
+    names = (("dim", "power_of_2"), ("dim_other", "power_of_2_other"))
+    copies: dict[Hashable, tuple[fx.Node, fx.Node]] = {}
+    for data, scale, (dim, power_of_2) in zip(tensors[::2], tensors[1::2], names, strict=False):
+        form = data.meta["val"].dtype, marker.kwargs.get(dim), bool(marker.kwargs.get(power_of_2))
+        copies.setdefault(form, (data, scale))
+    return copies
+
+
+def unfolded(graph: fx.Graph) -> list[str]:
+    """Names of the modules that read a marked tensor in high precision, one for each tensor read so.
+
+    What they get is the float8 rounding of the tensor, since nothing else of it exists.
+    """
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in live or node.is_impure():
+            live.add(node)
+            live.update(node.all_input_nodes)
+    names = []
+    for node in graph.nodes:
+        if node in live and node.target in ops.MARKERS:
+            readers = {fqn.of_node(user) for user in node.users if user in live}
+            names.append(", ".join(sorted(readers)))
+    return names
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erases a node that nothing reads, and what only it read: its amax and scale, and the marker."""
+    if node.users or not ("f8fx" in node.meta or node.target in ops.MARKERS):
+        return
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        _erase_unused(graph, source)
 
 
 def _join_layouts(graph: fx.Graph, weights_at_once: bool) -> None:

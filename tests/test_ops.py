@@ -28,13 +28,16 @@ def samples():
         (ops.quantize, (x, column), {"dtype": fp8, "dim": 0, "transpose": True, "align": [1, 16]}),
         (ops.quantize_both, (x, row, column), {"dtype": fp8, "dim": 1, "dim_t": 0, "align_t": [1, 16]}),
         (ops.dequantize, (data, one), {"dtype": bf16}),
+        (ops.dequantize_both, (data, row, data.clone(), column), {"dtype": bf16, "dim": 1, "dim_other": 0}),
+        (ops.relayout, (data,), {"transpose": True, "align": [16, 16]}),
     ]
 
 
 @pytest.mark.parametrize(("op", "args", "kwargs"), samples())
 def test_opcheck(op, args, kwargs):
     # the schema check multiplies its inputs, which torch cannot do to a float8 tensor
-    schema = () if op is ops.dequantize else ("test_schema",)
+    takes_float8 = op in (*ops.MARKERS, ops.relayout)
+    schema = () if takes_float8 else ("test_schema",)
     torch.library.opcheck(op, args, kwargs, test_utils=(*schema, "test_faketensor"))
 
 
@@ -74,3 +77,13 @@ def test_quantize_both_is_quantize_twice():
 def test_no_operator_waits_or_mutates():
     for op in ops.ALL:
         assert not op._schema.is_mutable
+
+
+def test_relayout_keeps_every_byte():
+    """All 256 of them, NaN with either sign included."""
+    for dtype in (fp8, torch.float8_e5m2):
+        data = torch.arange(256, dtype=torch.uint8).view(8, 32)
+        made = ops.relayout(data.view(dtype), transpose=True, align=[1, 16])
+        assert made.dtype == dtype and made.stride() == (16, 1)
+        bits = made.view(torch.uint8)
+        assert torch.equal(bits[:, :8], data.t()) and not bits[:, 8:].any()

@@ -161,3 +161,186 @@ def test_sharing_twice_changes_nothing():
         assert describe(graph) == text
 
     joint_graphs(qkv, randn(16, 32), *weights(), transform=transform)
+
+
+def quantized(w, dim=None, power_of_2=False):
+    """Float8 copy and scale, as the recipes make them."""
+    scale = ops.scale(ops.amax(w, dim), dtype=fp8, power_of_2=power_of_2)
+    return ops.quantize(w, scale, dtype=fp8, dim=dim), scale
+
+
+class TestMarkerInTraining(TestCase):
+    def test_forward_and_backward_read_the_same_bytes_once_transposed(self):
+        def f(x, data, scale):
+            return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+        text = graph_after(f, randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
+        self.assertExpectedInline(
+            text,
+            """\
+primals_1: e4m3[48,32]
+primals_2: f32[]
+primals_3: bf16[16,32]
+tangents_1: bf16[16,48]
+amax: f32[] = f8fx.amax(primals_3, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(primals_3, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+reciprocal_1: f32[] = reciprocal(primals_2)
+permute: e4m3[32,48] = permute(primals_1, [1, 0])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+amax_1: f32[] = f8fx.amax(tangents_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e5m2, power_of_2=False)
+quantize_1: e5m2[16,48] = f8fx.quantize(tangents_1, scale_1, dtype=e5m2, transpose=False, align=[1, 1])
+reciprocal_2: f32[] = reciprocal(scale_1)
+relayout: e4m3[32,48] = f8fx.relayout(primals_1, transpose=True, align=[1, 1])
+permute_1: e4m3[48,32] = permute(relayout, [1, 0])
+scaled_mm_1: bf16[16,32] = _scaled_mm(quantize_1, permute_1, reciprocal_2, reciprocal_1, None, None, bf16, False)
+return [scaled_mm, None, None, scaled_mm_1]""",
+        )
+
+    def test_two_copies_each_for_its_half(self):
+        def f(x, data, scale, other, scale_other):
+            marked = ops.dequantize_both(
+                data,
+                scale,
+                other,
+                scale_other,
+                dtype=bf16,
+                dim=1,
+                dim_other=0,
+                power_of_2=True,
+                power_of_2_other=True,
+            )
+            return F.linear(x, marked)
+
+        zeros = torch.zeros(48, 32, dtype=fp8)
+        text = graph_after(
+            f, randn(16, 32), zeros, torch.ones(48), zeros.clone(), torch.ones(32), recipe="rowwise"
+        )
+        weight = [line for line in text.splitlines() if "primals_1" in line or "primals_3" in line]
+        self.assertExpectedInline(
+            "\n".join(weight),
+            """\
+primals_1: e4m3[48,32]
+primals_3: e4m3[48,32]
+permute: e4m3[32,48] = permute(primals_1, [1, 0])
+relayout: e4m3[32,48] = f8fx.relayout(primals_3, transpose=True, align=[1, 1])""",
+        )
+
+
+def test_padding_is_a_copy_of_the_bytes_too():
+    def f(x, data, scale):
+        return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+    text = graph_after(f, randn(16, 40), torch.zeros(24, 40, dtype=fp8), torch.ones(()))
+    assert "f8fx.relayout(primals_1, transpose=False, align=[16, 16])" in text
+    assert "f8fx.relayout(primals_1, transpose=True, align=[16, 16])" in text
+    assert "dequantize" not in text
+
+
+def test_scales_of_another_kind_are_another_format():
+    """A power-of-two scale gives other numbers: the mark must not pass for the recipe's own format."""
+
+    def f(x, data, scale):
+        return F.linear(x, ops.dequantize(data, scale, dtype=bf16, power_of_2=True))
+
+    text = graph_after(f, randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
+    assert text.count("f8fx.quantize(dequantize,") == 2 and "relayout" not in text
+
+
+def test_marks_of_one_tensor_are_one_tensor():
+    """Each use of a gathered weight brings a mark of its own."""
+
+    def f(x, data, scale):
+        a, b = (ops.dequantize(data, scale, dtype=bf16) for _ in range(2))
+        return F.linear(F.linear(x, a), b)
+
+    text = graph_after(f, randn(16, 32), torch.zeros(32, 32, dtype=fp8), torch.ones(()))
+    assert "dequantize" not in text
+    assert text.count("f8fx.relayout(") == 1 and text.count("_scaled_mm(") == 4
+
+
+def test_folded_marks_give_the_bits_in_training():
+    from tests.helpers import compiled
+
+    x, w, grad = (
+        randn(16, 32, grad=False),
+        randn(48, 32, grad=False, seed=1),
+        randn(16, 48, seed=2, grad=False),
+    )
+
+    def gradients_of(fn, *args, recipe):
+        leaf = x.clone().requires_grad_()
+        y = compiled(fn, recipe=recipe)(leaf, *args)
+        y.backward(grad)
+        return y, leaf.grad
+
+    def one(x, data, scale):
+        return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+    def two(x, *tensors):
+        return F.linear(
+            x,
+            ops.dequantize_both(
+                *tensors, dtype=bf16, dim=1, dim_other=0, power_of_2=True, power_of_2_other=True
+            ),
+        )
+
+    copies = {
+        "tensorwise": (one, quantized(w)),
+        "rowwise": (two, (*quantized(w, 1, True), *quantized(w, 0, True))),
+    }
+    for recipe, (fn, tensors) in copies.items():
+        want = gradients_of(lambda x: F.linear(x, w), recipe=recipe)
+        got = gradients_of(fn, *tensors, recipe=recipe)
+        assert all(map(torch.equal, got, want)), recipe
+
+
+class TestReadInHighPrecision:
+    """A tensor that exists in float8 only: what is not folded reads its rounding, and is told of."""
+
+    def warnings_of(self, fn, *args, **options):
+        from tests.helpers import report_of
+
+        return report_of(fn, *args, **options).warnings
+
+    def test_a_folded_mark_is_no_matter(self):
+        def f(x, data, scale):
+            return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+        assert not self.warnings_of(f, randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
+
+    def test_a_matmul_that_is_not_converted(self):
+        def f(x, data, scale):
+            return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+        args = randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(())
+        for options in ({"only_fqns": ["other"]}, {"recipe": "rowwise"}):
+            (warning,) = self.warnings_of(f, *args, **options)
+            assert warning.startswith(
+                "f8fx: 1 of the tensors that were gathered in float8 are read in high precision"
+            )
+
+    def test_something_that_is_no_matmul(self):
+        def f(x, data, scale):
+            w = ops.dequantize(data, scale, dtype=bf16)
+            return F.linear(x, w) + w.sum()
+
+        assert self.warnings_of(f, randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
+
+    def test_auto_keeps_what_has_no_high_precision_to_fall_back_to(self):
+        """On a CPU "auto" converts nothing else."""
+
+        def f(x, data, scale, w):
+            return F.linear(F.linear(x, ops.dequantize(data, scale, dtype=bf16)), w)
+
+        from tests.helpers import report_of
+
+        args = randn(16, 32), torch.zeros(32, 32, dtype=fp8), torch.ones(()), randn(48, 32)
+        report = report_of(f, *args, select="auto")
+        assert [d.converted for d in report.decisions if d.n != 48 and d.k != 48 and d.m != 48] == [
+            True,
+            True,
+        ]
+        assert report.converted == 2 and report.total == 5

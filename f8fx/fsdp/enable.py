@@ -1,0 +1,332 @@
+"""The user's calls: which weights are gathered in float8, and how they are kept out of checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from f8fx import hardware
+from f8fx.options import Options
+from f8fx.recipe import Recipe
+from f8fx.report import log
+from f8fx.torch_private import local_tensor
+
+from .formats import Format, formats_of
+from .scales import BeginForward, EndForward, Mode, Scales, WeightScales
+from .shard import Float8Shard
+
+#: Sizes of a float8 gemm must be multiples of this.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class GatherDecision:
+    """One weight matrix and whether it is gathered in float8.
+
+    Attributes:
+        fqn: name of the parameter.
+        shape: of the whole weight; on a mesh with tensor parallelism, of its local part.
+        converted: whether it is gathered in float8.
+        reason: why, in a few words.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    converted: bool
+    reason: str
+
+
+def enable_float8_all_gather(
+    model: nn.Module,
+    recipe: str | Recipe = "tensorwise",
+    *,
+    filter_fqns: Sequence[str] = (),
+    only_fqns: Sequence[str] = (),
+    wire: Literal["auto", "uint8", "float8"] = "auto",
+    scales: Mode = "forward",
+    copies: Literal["both", "alternate"] = "both",
+    mesh: DeviceMesh | None = None,
+) -> list[GatherDecision]:
+    """Makes FSDP2 gather the weights of linear layers in float8.
+
+    Call it after tensor parallelism and before ``fully_shard``, on the model or on the part of it that is
+    wrapped as one, and compile with the same recipe and filters. Parameters are replaced in place, modules
+    are not; an optimizer is made after ``fully_shard``, as always with FSDP2.
+
+    Args:
+        model: may be on ``"meta"``. A hook on it takes the amaxes of all weights when its forward begins.
+        recipe: of the compiled model; name or :class:`~f8fx.recipe.Recipe`.
+        filter_fqns: parameters whose module name contains one of these stay as they are.
+        only_fqns: if given, only parameters whose module name contains one of these are converted.
+        wire: what float8 travels as. ``"auto"``: float8 with NCCL, else bytes, since gloo takes no float8.
+        scales: ``"forward"``: when a forward begins. ``"manual"``: when :func:`precompute_scales` is called,
+            once for several forwards with gradient accumulation; a forgotten call is an error.
+        copies: for recipes whose backward reads a weight in another format than the forward (the rowwise
+            ones). ``"both"``: every gather carries both copies, as many bytes as in bf16; nothing is cast on
+            arrival. ``"alternate"``: the forward's gather carries the forward's copy and the backward's the
+            backward's, half the bytes; needs ``reshard_after_forward=True`` (elsewhere both are sent) and no
+            activation checkpointing (an error).
+        mesh: the ranks that must decide alike; default: all of them. Pass the FSDP mesh where ranks hold
+            different models (pipeline parallelism).
+
+    Returns:
+        One decision for each 2-D parameter. What is not converted is untouched.
+
+    Raises:
+        ValueError: for an unknown recipe or option, and for a model this was called on before.
+        RuntimeError: on every rank, if ranks decide differently.
+    """
+    options = Options.parse({"recipe": recipe, "filter_fqns": filter_fqns, "only_fqns": only_fqns})
+    if wire not in ("auto", "uint8", "float8"):
+        raise ValueError(f"wire must be 'auto', 'uint8' or 'float8', got {wire!r}")
+    if scales not in ("forward", "manual"):
+        raise ValueError(f"scales must be 'forward' or 'manual', got {scales!r}")
+    if copies not in ("both", "alternate"):
+        raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
+    manager = Scales(model, scales)
+    decisions: list[GatherDecision] = []
+    found: list[tuple[_Candidate, tuple[Format, ...]]] = []
+    for candidate in _candidates(model):
+        verdict = _judge(candidate, options)
+        converted = not isinstance(verdict, str)
+        reason = "converted" if not isinstance(verdict, str) else verdict
+        decisions.append(GatherDecision(candidate.fqn, candidate.shape, converted, reason))
+        if not isinstance(verdict, str):
+            found.append((candidate, verdict))
+    _agree(decisions, options.recipe, mesh)
+    for candidate, formats in found:
+        manager.weights.append(_convert(candidate, formats, wire, copies, manager))
+    begin = BeginForward(manager)
+    begin.key = model.register_forward_pre_hook(begin, prepend=True).id
+    model.register_forward_hook(EndForward(manager), always_call=True)
+    log.info(
+        "f8fx: %d of %d weights gathered in float8 (%s)", len(found), len(decisions), options.recipe.name
+    )
+    return decisions
+
+
+@torch.no_grad()
+def precompute_scales(model: nn.Module) -> None:
+    """Takes the amaxes of all weights gathered in float8 now: one all-reduce, to be called on all ranks.
+
+    Needed with ``scales="manual"`` only, after ``optimizer.step()`` and any other change of the weights; with
+    ``scales="forward"`` the next forward does it anyway.
+
+    Args:
+        model: one that :func:`enable_float8_all_gather` was called on, or that holds such, after
+            ``fully_shard``.
+
+    Raises:
+        ValueError: if there is none in it.
+    """
+    managers = {
+        hook.scales
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, BeginForward)
+    }
+    if not managers:
+        raise ValueError("precompute_scales: enable_float8_all_gather was not called on this model")
+    for manager in managers:
+        manager.refresh()
+
+
+# -- which weights
+
+
+@dataclass
+class _Candidate:
+    """A 2-D parameter and everybody who holds it."""
+
+    param: nn.Parameter
+    owners: list[tuple[str, nn.Module, str]]
+
+    @property
+    def fqn(self) -> str:
+        module_fqn, _, name = self.owners[0]
+        return f"{module_fqn}.{name}" if module_fqn else name
+
+    @property
+    def local(self) -> Tensor:
+        return local_tensor(self.param) if isinstance(self.param, DTensor) else self.param
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+
+def _candidates(model: nn.Module) -> list[_Candidate]:
+    by_param: dict[int, _Candidate] = {}
+    for module_fqn, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.dim() == 2:
+                candidate = by_param.setdefault(id(param), _Candidate(param, []))
+                candidate.owners.append((module_fqn, module, name))
+    return list(by_param.values())
+
+
+def _judge(candidate: _Candidate, options: Options) -> tuple[Format, ...] | str:
+    """The formats to gather a parameter in, or why it stays as it is."""
+    local = candidate.local
+    if isinstance(local, Float8Shard):
+        raise ValueError(
+            f"enable_float8_all_gather: {candidate.fqn!r} is gathered in float8 already; call it once, on the "
+            "outermost module"
+        )
+    if not all(_is_linear_weight(module, name) for _, module, name in candidate.owners):
+        shared = any(_is_linear_weight(module, name) for _, module, name in candidate.owners)
+        return (
+            "shared with a module that is no linear layer" if shared else "not the weight of a linear layer"
+        )
+    if isinstance(candidate.param, DTensor) and any(p.is_partial() for p in candidate.param.placements):
+        return "a partial DTensor"
+    if type(local) not in (Tensor, nn.Parameter):
+        return f"a {type(local).__name__}"
+    for fqn, _, _ in candidate.owners:
+        if any(part in fqn for part in options.filter_fqns):
+            return "filtered"
+        if options.only_fqns and not any(part in fqn for part in options.only_fqns):
+            return "filtered"
+    if local.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{str(local.dtype).removeprefix('torch.')} weight"
+    if not local.is_contiguous():
+        return "not contiguous"
+    if not local.numel() or any(size % _ALIGNMENT for size in local.shape):
+        return f"not a multiple of {_ALIGNMENT}"
+    chosen = options.target or hardware.of_device(_device(local))
+    if not chosen.float8_dtypes:
+        return f"no float8 tensor cores on {chosen.name}"
+    try:
+        return formats_of(options.recipe, chosen)
+    except ValueError as error:
+        return str(error)
+
+
+def _is_linear_weight(module: nn.Module, name: str) -> bool:
+    """Whether all that the module does with the parameter is ``F.linear``."""
+    return name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _device(tensor: Tensor) -> torch.device:
+    if tensor.device.type != "meta":
+        return tensor.device
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+# -- what becomes of them
+
+
+def _convert(
+    candidate: _Candidate, formats: tuple[Format, ...], wire: str, copies: str, manager: Scales
+) -> WeightScales:
+    param = candidate.param
+    before: dict[str, Any] = {}
+    if isinstance(param, DTensor):
+        names = param.device_mesh.mesh_dim_names or ()
+        before = {n: p for n, p in zip(names, param.placements, strict=False) if not p.is_replicate()}
+    owners = [(module, name) for _, module, name in candidate.owners]
+    weight = WeightScales(candidate.fqn, formats, wire, copies, candidate.shape, before, owners, manager)
+    replacement = nn.Parameter(_wrapped(param.detach(), weight), requires_grad=param.requires_grad)
+    replacement.__dict__.update(param.__dict__)
+    for module, name in owners:
+        setattr(module, name, replacement)
+        module.register_state_dict_post_hook(_SavePlain(name))
+        module.register_load_state_dict_pre_hook(_LoadWrapped(name, weight))
+    return weight
+
+
+def _wrapped(tensor: Tensor, weight: WeightScales) -> Tensor:
+    """The tensor, its local part a :class:`Float8Shard` on the same memory."""
+    if not isinstance(tensor, DTensor):
+        return Float8Shard(tensor, weight)
+    local = Float8Shard(local_tensor(tensor).detach(), weight)
+    return _with_local(tensor, local)
+
+
+def _with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+class _SavePlain:
+    """State-dict hook: checkpoints hold plain tensors, on the memory of the parameters."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        key = prefix + self.name
+        value = state_dict.get(key)
+        if isinstance(value, nn.Parameter):
+            return  # keep_vars=True asks for the parameters themselves
+        if isinstance(value, Float8Shard):
+            state_dict[key] = value.plain.detach()
+        elif isinstance(value, DTensor):
+            local = local_tensor(value)
+            if isinstance(local, Float8Shard):
+                state_dict[key] = _with_local(value, local.plain.detach())
+
+
+class _LoadWrapped:
+    """Load hook: with ``assign=True`` what is loaded becomes the parameter, so it must know how it is sent."""
+
+    def __init__(self, name: str, weight: WeightScales) -> None:
+        self.name = name
+        self.weight = weight
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any
+    ) -> None:
+        key = prefix + self.name
+        value = state_dict.get(key)
+        if not metadata.get("assign_to_params_buffers", False) or not isinstance(value, Tensor):
+            return
+        local = local_tensor(value) if isinstance(value, DTensor) else value
+        if not isinstance(local, Float8Shard):
+            wrapped = _wrapped(value.detach(), self.weight)
+            is_param = isinstance(value, nn.Parameter)
+            state_dict[key] = nn.Parameter(wrapped, value.requires_grad) if is_param else wrapped
+
+
+# -- ranks agree
+
+
+def _agree(decisions: Iterable[GatherDecision], recipe: Recipe, mesh: DeviceMesh | None) -> None:
+    """Raises on every rank if ranks decided differently: their collectives would not match."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    text = repr((recipe, list(decisions)))
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    if mesh is None:
+        kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+        groups: list[Any] = [None]
+    else:
+        kind, groups = mesh.device_type, mesh.get_all_groups()
+    for group in groups:
+        extremes = torch.tensor([number, -number], device=kind)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        highest, lowest = extremes.tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                "f8fx.fsdp: ranks would gather different weights in float8. enable_float8_all_gather must see "
+                "the same model, recipe and filters on every rank; where models differ (pipeline "
+                f"parallelism) pass mesh=. This rank decided: {[d.fqn for d in decisions if d.converted]}"
+            )

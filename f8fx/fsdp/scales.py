@@ -1,0 +1,339 @@
+"""Scales of weights no rank holds: one all-reduce of all their amaxes, when a forward begins.
+
+A weight's scale comes from the amax of the whole weight, and every rank holds a shard. So ranks take the
+amaxes of their shards, and one ``all_reduce(MAX)`` over all of them, for all weights at once, gives the
+amaxes of the weights. Rowwise scales are handled alike: a shard's rows are put at their places in a vector
+of zeros. The maximum is taken of the floats' bits as integers: for magnitudes the order is the same, and a
+NaN wins, as it does on one device.
+
+**When.** A scale is good for as long as the weights stay as they are, and who changes weights does not
+always say so: an optimizer, ``load_state_dict``, ``p.data.add_``, a hand-written kernel. Worse, ranks must
+agree whether to reduce again, and one of them alone cannot know (a row zeroed by the rank that owns it
+changes one shard). So nothing is inferred: amaxes are taken anew
+
+* whenever the model's forward begins: a hook on the model passed to ``enable_float8_all_gather``;
+* whenever FSDP2 gathers outside of a forward and a backward (``model.unshard()``, a call of a submodule).
+
+The gathers of the backward, those of checkpointing included, use the scales of the last forward: weights do
+not change between the two, and where they are seen to, that is an error. What this costs is one read of the local shards and one small all-reduce a forward;
+with gradient accumulation that is more often than needed, and ``scales="manual"`` leaves it to the user.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from f8fx.kernels import cast
+from f8fx.report import log
+from f8fx.torch_private import (
+    fsdp_group_of,
+    in_backward,
+    infinity_norms,
+    local_tensor,
+    move_pre_hook_first,
+    reshards_after_forward,
+)
+
+from .formats import Format, Layout
+
+if TYPE_CHECKING:
+    from .shard import Float8Shard
+
+Mode = Literal["forward", "manual"]
+
+
+@dataclass(eq=False)
+class WeightScales:
+    """One weight that is gathered in float8.
+
+    Attributes:
+        fqn: its name.
+        formats: the float8 copies that are sent.
+        wire: ``"auto"``, ``"uint8"`` or ``"float8"``.
+        copies: ``"both"`` or ``"alternate"``; says something for two formats only.
+        outer_size: of the weight as FSDP2 sees it: whole, or the local part of a tensor-parallel one.
+        before: how a tensor-parallel weight was placed, by mesh dimension: what FSDP2 did not do.
+        owners: modules and attribute names that hold the parameter.
+        manager: what takes the amaxes.
+    """
+
+    fqn: str
+    formats: tuple[Format, ...]
+    wire: str
+    copies: str
+    outer_size: tuple[int, ...]
+    before: dict[str, Any]
+    owners: list[tuple[nn.Module, str]]
+    manager: Scales
+    mesh: DeviceMesh | None = None
+    reduced: _Reduced | None = None
+    version: Any = None
+    _param: Any = field(default=None, repr=False)
+    _group: Any = field(default=None, repr=False)
+    _alternates: bool | None = field(default=None, repr=False)
+
+    @property
+    def dims(self) -> list[int | None]:
+        """The directions in which amaxes are needed."""
+        return list(dict.fromkeys(form.dim for form in self.formats))
+
+    def shard(self) -> Float8Shard | None:
+        """The local shard as it is now; ``None`` if the parameter was replaced by another."""
+        from .shard import Float8Shard
+
+        for module, name in self.owners:
+            param = getattr(module, name, None)
+            local = local_tensor(param) if isinstance(param, DTensor) else param
+            if isinstance(local, Float8Shard):
+                self._param = param
+                return local
+        # gathered at the moment: FSDP2 has put the gathered weight into the module
+        local = local_tensor(self._param) if isinstance(self._param, DTensor) else None
+        return local if isinstance(local, Float8Shard) else None
+
+    def version_now(self, shard: Float8Shard) -> Any:
+        """See :meth:`Float8Shard.version`; of the parameter's shard, of which FSDP2 may have sent a copy."""
+        own = self.shard()
+        return (shard if own is None else own).version()
+
+    def shard_mesh(self) -> DeviceMesh | None:
+        """The mesh that FSDP2 shards over, where the placements tell; it is compared at the first gather."""
+        if self.mesh is not None or not isinstance(self._param, DTensor):
+            return self.mesh
+        mesh, names = self._param.device_mesh, self._param.device_mesh.mesh_dim_names
+        sharded = [
+            index
+            for index, placement in enumerate(self._param.placements)
+            if not placement.is_replicate() and (names is None or names[index] not in self.before)
+        ]
+        if len(sharded) != 1 or (names is None and mesh.ndim > 1):
+            return None
+        return mesh if mesh.ndim == 1 else mesh[names[sharded[0]]]  # type: ignore[index]
+
+    def alternates(self, mesh: DeviceMesh) -> bool:
+        """Whether a gather carries only the copy that its half of the step reads.
+
+        Decided at the first gather: FSDP2 keeps the sizes it has seen then.
+
+        Raises:
+            RuntimeError: where FSDP2 was told otherwise since, so that the backward's copy would be missing.
+            NotImplementedError: for ``reshard_after_forward=<int>``, which FSDP2 lacks for parameters that
+                say how they are sent.
+        """
+        if self._group is None:
+            self._group = fsdp_group_of(
+                self.manager.model, lambda local: getattr(local, "weight", None) is self
+            )
+        reshards = reshards_after_forward(self._group)
+        if reshards is not None and not isinstance(reshards, bool):
+            raise NotImplementedError(
+                f"f8fx.fsdp: {self.fqn!r}: FSDP2 cannot reshard a float8 weight to a smaller group; use "
+                "reshard_after_forward=True or False"
+            )
+        if self._alternates is None:
+            wanted = self.copies == "alternate" and len(self.formats) > 1
+            self._alternates = wanted and reshards is True and mesh.size() > 1
+        if self._alternates and reshards is not True:
+            raise RuntimeError(
+                f'f8fx.fsdp: {self.fqn!r} is no longer resharded after the forward, and copies="alternate" needs '
+                'that: the backward has to gather its own copy. Use copies="both"'
+            )
+        return self._alternates
+
+    def scales(self, shard: Float8Shard, mesh: DeviceMesh, source: torch.dtype) -> tuple[Tensor, ...]:
+        """One tensor of scales for each format, of the whole weight rounded to ``source``."""
+        self.manager.prepare(self, shard, mesh)
+        assert self.reduced is not None
+        return tuple(self.reduced.scales(self, form, source) for form in self.formats)
+
+
+class _Reduced:
+    """Amaxes of several weights, side by side in one vector, after the all-reduce."""
+
+    def __init__(
+        self, vector: Tensor, places: dict[tuple[WeightScales, int | None], tuple[int, int]]
+    ) -> None:
+        self.vector = vector
+        self.places = places
+        self.scaled: dict[Any, Tensor] = {}
+
+    def scales(self, weight: WeightScales, form: Format, source: torch.dtype) -> Tensor:
+        """``[]``, ``[n]`` or ``[k]``; made for all weights of one kind at once."""
+        kind = (form.dtype, form.power_of_2, source)
+        if kind not in self.scaled:
+            # rounding keeps order: the amax of a rounded weight is the rounded amax
+            self.scaled[kind] = form.scale(self.vector.to(source).to(torch.float32))
+        start, length = self.places[weight, form.dim]
+        part = self.scaled[kind][start : start + length]
+        return part[0] if form.dim is None else part
+
+
+class Scales:
+    """Takes the amaxes of all converted weights of a model, see above.
+
+    Args:
+        model: what holds the weights.
+        mode: ``"forward"``, or ``"manual"``: only when :meth:`refresh` is called.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode) -> None:
+        self.model = model
+        self.mode = mode
+        self.weights: list[WeightScales] = []
+        self.lost: set[WeightScales] = set()
+        self.depth = 0  # of forwards of the model that are running
+        self.fresh = False  # taken for gathers outside a forward that have not arrived yet
+
+    # -- events
+
+    def begin_forward(self) -> None:
+        """The model's forward begins."""
+        self.fresh = False
+        recomputed = in_backward() and all(weight.reduced for weight in self.weights)
+        if self.mode == "forward" and not recomputed and self.depth == 0:
+            self.refresh()
+        self.depth += 1
+
+    def end_forward(self) -> None:
+        """The model's forward has ended, also by an exception."""
+        self.depth = max(self.depth - 1, 0)
+
+    def gathered(self) -> None:
+        """A gather has arrived."""
+        self.fresh = False
+
+    def prepare(self, weight: WeightScales, shard: Float8Shard, mesh: DeviceMesh) -> None:
+        """Makes sure, just before a gather, that the weight's amaxes are those of now.
+
+        Raises:
+            RuntimeError: with ``mode="manual"``, if they are not; and in a backward, if the weight was changed
+                since the last forward.
+        """
+        if self.mode == "manual":
+            self._check(weight, shard)
+        elif in_backward() and weight.version not in (None, weight.version_now(shard)):
+            raise RuntimeError(
+                f"f8fx.fsdp: {weight.fqn!r} was changed between a forward and a backward, and its scale is that of "
+                "the last forward. Run the backward before changing weights (an evaluation with averaged "
+                "weights in between changes them, too)"
+            )
+        elif self.depth == 0 and not in_backward() and not self.fresh:
+            self.refresh()
+            self.fresh = True
+        if weight.reduced is None or weight.mesh is None or _ranks(weight.mesh) != _ranks(mesh):
+            self._reduce([(weight, shard, mesh)])
+        weight.mesh = mesh
+
+    def _check(self, weight: WeightScales, shard: Float8Shard) -> None:
+        if weight.reduced is None:
+            problem = "has no scale yet"
+        elif weight.version != weight.version_now(shard):
+            problem = "was changed since its scale was computed"
+        else:
+            return
+        raise RuntimeError(
+            f'f8fx.fsdp: {weight.fqn!r} {problem}. With scales="manual" call '
+            "f8fx.fsdp.precompute_scales(model) on all ranks after every change of the weights"
+        )
+
+    # -- the amaxes
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes the amaxes of all weights: one all-reduce for each mesh that weights are sharded over."""
+        jobs = []
+        for weight in self.weights:
+            shard = weight.shard()
+            if shard is None:
+                self._warn_of_lost(weight)
+                continue
+            mesh = None if shard.plain.is_meta else weight.shard_mesh()
+            if mesh is not None:  # else it is learned at the first gather
+                jobs.append((weight, shard, mesh))
+        by_group: dict[Any, list[Any]] = defaultdict(list)
+        for job in jobs:
+            by_group[_ranks(job[2])].append(job)
+        for group_jobs in by_group.values():
+            self._reduce(group_jobs)
+
+    def _warn_of_lost(self, weight: WeightScales) -> None:
+        if weight not in self.lost:
+            self.lost.add(weight)
+            log.warning(
+                "f8fx.fsdp: the parameter %r was replaced after enable_float8_all_gather (tensor parallelism "
+                "comes before it) and is not gathered in float8",
+                weight.fqn,
+            )
+
+    @torch.no_grad()
+    def _reduce(self, jobs: Sequence[tuple[WeightScales, Float8Shard, DeviceMesh]]) -> None:
+        """The amaxes of some weights sharded over one group of ranks."""
+        mesh = jobs[0][2]
+        parts: list[Tensor] = []
+        places: dict[tuple[WeightScales, int | None], tuple[int, int]] = {}
+        whole = iter(_amaxes(shard.plain for weight, shard, _ in jobs if None in weight.dims))
+        start = 0
+        for weight, shard, _ in jobs:
+            layout = Layout(shard.plain, weight.outer_size, mesh)
+            for dim in weight.dims:
+                amax = next(whole) if dim is None else cast.amax(shard.plain, dim)
+                parts.append(layout.spread(amax, dim, weight.outer_size))
+                places[weight, dim] = (start, parts[-1].numel())
+                start += parts[-1].numel()
+        vector = torch.cat(parts).to(mesh.device_type)
+        if mesh.size() > 1:
+            dist.all_reduce(vector.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
+        reduced = _Reduced(vector, places)
+        for weight, shard, _ in jobs:
+            weight.reduced, weight.mesh, weight.version = reduced, mesh, weight.version_now(shard)
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    # equal for meshes of one dimension that were made in different ways, whose groups are not
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def _amaxes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``cast.amax(x, None)`` of many tensors at once."""
+    tensors = list(tensors)
+    full = [tensor for tensor in tensors if tensor.numel()]
+    norms = iter(infinity_norms(full) if full else ())
+    return [
+        next(norms).to(torch.float32) if tensor.numel() else cast.amax(tensor, None) for tensor in tensors
+    ]
+
+
+class BeginForward:
+    """The forward pre-hook; an object, so that a copied model gets hooks of its own."""
+
+    def __init__(self, scales: Scales) -> None:
+        self.scales = scales
+        self.key: int | None = None
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.key is not None:
+            # `fully_shard` puts its hook, which gathers, before those there are
+            move_pre_hook_first(module, self.key)
+            self.key = None
+        self.scales.begin_forward()
+
+
+class EndForward:
+    """The forward hook."""
+
+    def __init__(self, scales: Scales) -> None:
+        self.scales = scales
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.scales.end_forward()

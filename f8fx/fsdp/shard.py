@@ -1,0 +1,222 @@
+"""The parameter's local shard: a tensor that knows how it is sent."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from f8fx.torch_private import disabled_torch_function, in_backward, is_mutating, local_tensor, storage_key
+
+from .formats import Layout
+from .weight import Float8Weight
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from .scales import WeightScales
+
+aten = torch.ops.aten
+
+#: What FSDP2, DTensor and ``Module.to`` make of a parameter to put in its place. All else gives plain tensors:
+#: optimizer states and copies that users make are nobody's parameters.
+_STAYS = frozenset(
+    (
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.clone.default,
+        aten._pin_memory.default,
+        aten._to_copy.default,
+        aten.detach.default,
+        aten.empty_like.default,
+        aten.new_zeros.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.view.default,
+    )
+)
+
+
+class Float8Shard(torch.Tensor):
+    """A local shard, in high precision, of a weight that is gathered in float8.
+
+    Every operator runs on the plain tensor inside; what it gives is plain as well, but for the few that FSDP2
+    uses to make a shard. Optimizers, ``clip_grad_norm_`` and the like see an ordinary tensor.
+
+    Args:
+        tensor: the shard; before ``fully_shard``, the whole weight (its TP-local part on a 2-D mesh).
+        weight: what is known of the weight, shared by all tensors that stand for it.
+        changes: how often an operator has written to this memory, shared by all tensors on it.
+    """
+
+    plain: Tensor
+    weight: WeightScales
+    changes: list[int]
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, weight: WeightScales, changes: list[int] | None = None) -> Float8Shard:
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        self.plain, self.weight = tensor, weight
+        self.changes = [0] if changes is None else changes
+        return self
+
+    __torch_function__ = disabled_torch_function()
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["plain"], self.weight
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Float8Shard:
+        return Float8Shard(inner["plain"], meta)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Shard:
+        # a copied model has weights, and scales, of its own
+        made: Any = Float8Shard(copy.deepcopy(self.plain.detach(), memo), copy.deepcopy(self.weight, memo))
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickled, it is the plain tensor: a file must not need f8fx to be read
+        return self.plain.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        wrappers: dict[int, Float8Shard] = {}
+
+        def unwrap(value: Any) -> Any:
+            if not isinstance(value, Float8Shard):
+                return value
+            value.check_device()
+            wrappers.setdefault(id(value.plain), value)
+            return value.plain
+
+        plain_args, plain_kwargs = pytree.tree_map(unwrap, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        if is_mutating(func):
+            for wrapper in wrappers.values():
+                wrapper.changes[0] += 1
+            return pytree.tree_map(lambda value: wrappers.get(id(value), value), result)
+        if func not in _STAYS or not isinstance(args[0], Float8Shard):
+            return result
+        source = args[0]
+
+        def wrap(value: Tensor) -> Float8Shard:
+            is_view = storage_key(value) == storage_key(source.plain)
+            return Float8Shard(value, source.weight, source.changes if is_view else None)
+
+        return pytree.tree_map_only(Tensor, wrap, result)
+
+    def version(self) -> tuple[Any, ...]:
+        """Differs from an earlier one if the elements may have changed since, as far as can be seen."""
+        return self.changes[0], self.plain._version, storage_key(self.plain)
+
+    def check_device(self) -> None:
+        """Raises where ``tensor.data = ...`` has moved the outside and left the inside."""
+        if self.plain.device != self.device:
+            raise RuntimeError(
+                f"f8fx.fsdp: {self.weight.fqn!r} was moved from {self.plain.device} to {self.device} by "
+                "fully_shard, which cannot move a tensor subclass. Move the model to its device (or build it on "
+                '"meta") before enable_float8_all_gather'
+            )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Float8Shard({self.plain!r})"
+
+    # -- what FSDP2 calls
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What is sent: one tensor, of a byte an element and the padded size of a shard, for each copy.
+
+        The weight is rounded to ``mp_policy.param_dtype`` first, as it is when FSDP2 gathers it in high
+        precision, so that both give the same float8 numbers.
+        """
+        self.check_device()
+        weight = self.weight
+        source = mp_policy.param_dtype or self.dtype
+        layout = Layout(self.plain, tuple(outer_size), mesh)
+        scales = weight.scales(self, mesh, source)
+        x = self.plain.to(source)
+        wire = _wire_dtype(weight.wire, mesh)
+        content = int(in_backward()) if weight.alternates(mesh) else None
+        sent = []
+        for index, (form, scale) in enumerate(zip(weight.formats, scales, strict=True)):
+            if content not in (None, index):
+                continue
+            data = form.quantize(x, layout.local(scale, form.dim)).view(torch.uint8)
+            if data.shape[0] != layout.padded_rows:
+                padded = data.new_zeros((layout.padded_rows, data.shape[1]))
+                padded[: data.shape[0]] = data
+                data = padded
+            sent.append(data.view(wire or form.dtype))
+        # a group of one gathers the first tensor only (torch 2.13)
+        local = tuple(sent[1:]) if mesh.size() == 1 else ()
+        return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local, content)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """What is made of what arrived: a :class:`Float8Weight`, or new scales for the one there is."""
+        scales, (n, k), local, content = metadata
+        formats = self.weight.formats
+        self.weight.manager.gathered()
+        if out is not None:
+            target = local_tensor(out) if isinstance(out, DTensor) else out
+            if not isinstance(target, Float8Weight):
+                raise RuntimeError(f"f8fx.fsdp: FSDP2 handed back {type(target)} for {self.weight.fqn!r}")
+            target.arrived(scales, content or 0)
+            for index, new in enumerate(local, start=1):
+                # not seen by autograd, which may hold it for the backward, like FSDP2's own writes
+                getattr(target, f"_data_{index}").data.view(torch.uint8).copy_(new.view(torch.uint8))
+            return None
+        alternate = content is not None
+        arrived = (*all_gather_outputs, *local) * (len(formats) if alternate else 1)
+        data = tuple(
+            # padding is at the end: the shards before the last are full
+            gathered.view(form.dtype).view(-1)[: n * k].view(n, k)
+            for gathered, form in zip(arrived, formats, strict=True)
+        )
+        if alternate:
+            scales = tuple(scale.clone() for scale in scales)
+        made = Float8Weight(data, scales, formats, param_dtype, self.weight.fqn, alternate)
+        if alternate:
+            made.arrived(scales, content)
+        return made, ()  # all memory is FSDP2's own: nothing more to free
+
+
+def _wire_dtype(wire: str, mesh: DeviceMesh) -> torch.dtype | None:
+    """The dtype of what is sent, ``None`` for float8 itself."""
+    if wire == "uint8":
+        return torch.uint8
+    native = "nccl" in str(dist.get_backend(mesh.get_group()))
+    if wire == "float8" and not native:
+        raise ValueError('f8fx.fsdp: wire="float8" needs NCCL; other backends carry float8 as wire="uint8"')
+    return None if native else torch.uint8

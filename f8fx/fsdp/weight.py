@@ -1,0 +1,213 @@
+"""The gathered weight: float8 data and scales, in the shape and dtype of the weight they stand for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from f8fx import ops
+from f8fx.torch_private import disabled_torch_function, is_fake, is_mutating
+
+from .formats import Format
+
+aten = torch.ops.aten
+
+_ALIASES = frozenset((aten.detach.default, aten.alias.default))
+#: Same elements where the sizes asked for are those there are: FSDP2 makes its parameter so.
+_SAME_SIZE = frozenset((aten.as_strided.default, aten.view.default, aten._unsafe_view.default))
+_FACTORIES = frozenset(
+    (
+        aten.empty_like.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.new_empty.default,
+        aten.new_zeros.default,
+        aten.new_empty_strided.default,
+    )
+)
+
+
+class Float8Weight(torch.Tensor):
+    """A weight ``[n, k]`` of which float8 copies exist, and nothing else.
+
+    A graph that AOTAutograd traces gets data and scales as inputs. Every operator reads the weight through
+    ``f8fx::dequantize``; the passes fold that into the gemms. Where nothing folds it (eager execution, a
+    matmul that is not converted) the operator runs on the dequantized weight, that is on the float8
+    rounding of it, since the weight itself was not sent: results are those of a layer whose weight is
+    rounded and whose input is not. Eagerly, the first such use of each weight warns.
+
+    Args:
+        data: one ``[n, k]`` float8 tensor for each format, contiguous.
+        scales: float32, ``[]``, ``[n]`` or ``[k]``, as their formats say.
+        formats: the forward's, and where it differs the backward's.
+        dtype: of the weight it stands for.
+        fqn: for messages.
+        alternate: both formats share one memory; the forward's copy is in it in the forward, the
+            backward's in the backward. The scales of the one that is not are NaN, so that no graph can
+            take the one for the other unnoticed.
+        content: which copy is there, shared by all tensors on this memory.
+    """
+
+    formats: tuple[Format, ...]
+    fqn: str
+    alternate: bool
+    content: list[int]
+    _first: Tensor
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: tuple[Tensor, ...],
+        scales: tuple[Tensor, ...],
+        formats: tuple[Format, ...],
+        dtype: torch.dtype,
+        fqn: str = "",
+        alternate: bool = False,
+        content: list[int] | None = None,
+    ) -> Float8Weight:
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            data[0].size(),
+            strides=data[0].stride(),
+            dtype=dtype,
+            layout=torch.strided,
+            device=data[0].device,
+            requires_grad=False,
+        )
+        self.formats, self.fqn, self.alternate = formats, fqn, alternate
+        self.content = content if content is not None else [0]
+        self._first = data[0]
+        for index, (copy, scale) in enumerate(zip(data, scales, strict=True)):
+            setattr(self, f"_scale_{index}", scale)
+            if index:
+                setattr(self, f"_data_{index}", copy)
+        return self
+
+    @property
+    def _data_0(self) -> Tensor:
+        if self.alternate and self.content[0] != 0:
+            raise RuntimeError(
+                f"f8fx.fsdp: a forward reads {_named(self)} during a backward, as activation checkpointing does; "
+                'what is there is the backward\'s copy. Use enable_float8_all_gather(..., copies="both")'
+            )
+        return self._first
+
+    __torch_function__ = disabled_torch_function()
+
+    def arrived(self, scales: tuple[Tensor, ...], content: int) -> None:
+        """New data was gathered: these are its scales, and with ``alternate`` this the copy it is."""
+        for index, scale in enumerate(scales):
+            if not self.alternate:
+                setattr(self, f"_scale_{index}", scale)
+                continue
+            # in place, and not seen by autograd, like FSDP2's own writes: a backward holds this very tensor
+            mine = getattr(self, f"_scale_{index}").data
+            mine.copy_(scale) if index == content else mine.fill_(torch.nan)
+        self.content[0] = content
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [f"_{what}_{index}" for index in range(len(self.formats)) for what in ("data", "scale")]
+        return names, (self.formats, self.dtype, self.alternate)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Float8Weight:
+        formats, dtype, alternate = meta
+        count = range(len(formats))
+        return Float8Weight(
+            tuple(inner[f"_data_{index}"] for index in count),
+            tuple(inner[f"_scale_{index}"] for index in count),
+            formats,
+            dtype,
+            alternate=alternate,
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        """data, scale, data, scale, ... in the order of the formats."""
+        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+
+    def alias(self) -> Float8Weight:
+        """Another tensor object on the same memory."""
+        tensors = self._tensors()
+        return Float8Weight(
+            tuple(tensors[::2]),
+            tuple(tensors[1::2]),
+            self.formats,
+            self.dtype,
+            self.fqn,
+            self.alternate,
+            self.content,
+        )
+
+    def dequantize_marked(self) -> Tensor:
+        """The plain tensor it stands for, by the operator that the passes know as a mark."""
+        tensors = self._tensors()
+        first = self.formats[0]
+        if len(self.formats) == 1:
+            return ops.dequantize(*tensors, dtype=self.dtype, dim=first.dim, power_of_2=first.power_of_2)
+        other = self.formats[1]
+        return ops.dequantize_both(
+            *tensors,
+            dtype=self.dtype,
+            dim=first.dim,
+            dim_other=other.dim,
+            power_of_2=first.power_of_2,
+            power_of_2_other=other.power_of_2,
+            alternate=self.alternate,
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        weight = args[0] if args else None
+        if isinstance(weight, Float8Weight):
+            if func in _ALIASES:
+                return weight.alias()
+            if func in _SAME_SIZE and tuple(args[1]) == tuple(weight.shape):
+                return weight.alias()
+            if func in _FACTORIES:
+                like = torch.empty_strided(
+                    weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+                )
+                return func(like, *args[1:], **kwargs)
+        if is_mutating(func) and any(isinstance(a, Float8Weight) for a in pytree.tree_leaves(args[:1])):
+            raise RuntimeError(
+                f"f8fx.fsdp: {func} would change {_named(weight)}, which was gathered in float8; what is "
+                "gathered is a copy. Change the sharded parameter, outside of forward and backward"
+            )
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, Float8Weight):
+                return value
+            _warn_if_eager(value, func)
+            return value.dequantize_marked()
+
+        return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"Float8Weight({self.fqn or '?'}, shape={tuple(self.shape)}, dtype={self.dtype}, {self.formats})"
+        )
+
+
+_WARNED: set[str] = set()
+
+
+def _named(weight: Any) -> str:
+    return repr(getattr(weight, "fqn", "") or "a weight")
+
+
+def _warn_if_eager(weight: Float8Weight, func: Any) -> None:
+    if not weight.fqn or weight.fqn in _WARNED or is_fake(weight._tensors()[0]):
+        return
+    _WARNED.add(weight.fqn)
+    warnings.warn(
+        f"f8fx.fsdp: {func} reads {_named(weight)} outside of a graph compiled by f8fx. The weight was gathered "
+        "in float8, so it is its float8 rounding that is read. Compile the block that holds it with "
+        'backend="f8fx", or leave the weight out with filter_fqns',
+        stacklevel=4,
+    )

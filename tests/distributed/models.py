@@ -1,0 +1,178 @@
+"""A model, its sharding and a few training steps, for the FSDP2 tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import f8fx
+from f8fx.fsdp import enable_float8_all_gather
+from tests.helpers import Block, bf16
+
+DIM, HIDDEN = 64, 96
+OPTIONS = {"executor": "eager", "select": "all", "debug": True, "strict": True}
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+class Net(nn.Module):
+    """Blocks, and a head that is compiled with nothing and stays in high precision."""
+
+    def __init__(self, dim: int = DIM, hidden: int = HIDDEN, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dim, hidden) for _ in range(depth)])
+        self.head = nn.Linear(dim, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass
+class Setup:
+    """How a model is built; the defaults are those of one process."""
+
+    recipe: str = "tensorwise"
+    mesh: DeviceMesh | None = None
+    float8: bool = False
+    dtype: torch.dtype = bf16
+    shard: dict[str, Any] = field(default_factory=dict)
+    enable: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    net: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Net:
+        """The same weights for every setup of the same sizes."""
+        torch.manual_seed(0)
+        model = Net(**self.net).to(self.dtype)
+        return self.apply(model)
+
+    def apply(self, model: Net) -> Net:
+        """Float8 gathers, compile and sharding, in the order the documentation gives."""
+        torch._dynamo.reset()
+        if self.float8:
+            enable_float8_all_gather(model, self.recipe, filter_fqns=["head"], **self.enable)
+        for block in model.blocks:
+            block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": self.recipe, **self.options})
+            if self.mesh is not None:
+                fully_shard(block, mesh=self.mesh, **self.shard)
+        if self.mesh is not None:
+            fully_shard(model, mesh=self.mesh, **self.shard)
+        return model
+
+
+def world_mesh() -> DeviceMesh:
+    """All ranks in one dimension."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def batch(step: int, rank: int = 0, rows: int = 16) -> Tensor:
+    """[rows, DIM], its own for each step and rank."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(rows, DIM, generator=generator).to(bf16)
+
+
+def loss_of(y: Tensor) -> Tensor:
+    """A scalar with gradients everywhere."""
+    return y.float().pow(2).mean()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the tensor without its sharding."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def train(
+    model: nn.Module, steps: int = 5, optimizer: Any = None, rank: int = 0, dtype: torch.dtype = bf16
+) -> dict[str, Tensor]:
+    """Outputs of every step, gradients of the first, weights after the last."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: dict[str, Tensor] = {}
+    for step in range(steps):
+        y = model(batch(step, rank).to(dtype))
+        loss_of(y).backward()
+        seen[f"output {step}"] = y.detach()
+        if step == 0:
+            seen |= {f"grad {n}": whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {f"weight {n}": whole(p) for n, p in model.named_parameters()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], what: str = "") -> None:
+    """Every tensor has the same bits, and is finite: a NaN would hide what came before it."""
+    for name, tensor in (*a.items(), *b.items()):
+        assert tensor.isfinite().all(), (what, name)
+    assert a.keys() == b.keys(), (what, a.keys() ^ b.keys())
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"{what}: {different}"
+
+
+def names(decisions: Sequence[Any]) -> dict[str, str]:
+    """fqn -> reason."""
+    return {decision.fqn: decision.reason for decision in decisions}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective call: its name, and what this rank put in."""
+
+    op: str
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+#: torch 2.13 has new names for the first two
+_COLLECTIVES = {
+    "all_gather_single": 1,
+    "all_gather_into_tensor": 1,
+    "reduce_scatter_single": 1,
+    "reduce_scatter_tensor": 1,
+    "all_reduce": 0,
+}
+
+
+@contextmanager
+def collectives() -> Iterator[list[Sent]]:
+    """What is really handed to torch.distributed inside the block, in order."""
+    seen: list[Sent] = []
+    inside: list[str] = []
+
+    def watched(name: str, call: Any, position: int) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not inside:
+                tensor = (
+                    args[position]
+                    if len(args) > position
+                    else kwargs.get("input_tensor", kwargs.get("input"))
+                )
+                seen.append(Sent(name.replace("single", "into_tensor"), tensor.dtype, tensor.numel()))
+            inside.append(name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for name, position in _COLLECTIVES.items():
+            call = getattr(dist, name, None)
+            if call is not None:
+                stack.enter_context(mock.patch.object(dist, name, watched(name, call, position)))
+        yield seen

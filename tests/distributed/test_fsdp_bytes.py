@@ -1,0 +1,344 @@
+"""What is really sent, and when."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from f8fx.fsdp import enable_float8_all_gather, precompute_scales
+from tests.distributed.harness import run_checks
+from tests.distributed.models import Setup, assert_same, batch, collectives, loss_of, train, whole, world_mesh
+from tests.helpers import bf16
+
+
+def step_of(model):
+    """Collectives of one training step that is not the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with collectives() as sent:
+            loss_of(model(batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sent
+
+
+def numel_of(model, converted):
+    """Elements of this rank's shards that are, or are not, gathered in float8."""
+    names = [
+        n for n, _ in model.named_parameters() if ("blocks" in n and "norm" not in n and "bias" not in n)
+    ]
+    return sum(p.to_local().numel() for n, p in model.named_parameters() if (n in names) == converted)
+
+
+def gathers_take_half_the_bytes():
+    """Every weight travels twice a step, forward and backward; the root's once."""
+    plain = step_of(Setup("tensorwise", world_mesh()).build())
+    model = Setup("tensorwise", world_mesh(), True).build()
+    sent = step_of(model)
+    gathers = [[c for c in calls if c.op == "all_gather_into_tensor"] for calls in (plain, sent)]
+    assert len(gathers[0]) == len(gathers[1]) == 2 * 2 + 1
+    weights, rest = numel_of(model, True), numel_of(model, False)
+    head = model.head.weight.to_local().numel()
+    in_bf16 = 2 * (2 * weights + 2 * (rest - head) + head)
+    assert sum(c.bytes for c in gathers[0]) == in_bf16
+    assert sum(c.bytes for c in gathers[1]) == in_bf16 - 2 * weights
+    # what goes with the converted weights: biases and norms, as bytes
+    assert {c.dtype for c in gathers[1]} == {torch.uint8, bf16}
+    reductions = [c for c in sent if c.op == "all_reduce"]
+    assert [(c.numel, c.dtype) for c in reductions] == [(6, torch.int32)]
+    assert not [c for c in plain if c.op == "all_reduce"]
+    others = [
+        [c for c in calls if c.op not in ("all_gather_into_tensor", "all_reduce")] for calls in (plain, sent)
+    ]
+    assert others[0] == others[1]  # gradients travel as they did
+
+
+def rowwise_alternates():
+    """Two formats, and still half the bytes: forward and backward each gather their own copy."""
+    for recipe in ("rowwise", "rowwise_with_gw_hp"):
+        models = [
+            Setup(recipe, world_mesh(), float8, enable={"copies": "alternate"} if float8 else {}).build()
+            for float8 in (False, True)
+        ]
+        weights = numel_of(models[1], True)
+        gathers = [[c for c in step_of(model) if c.op == "all_gather_into_tensor"] for model in models]
+        sent = [sum(c.bytes for c in calls) for calls in gathers]
+        assert sent[1] == sent[0] - 2 * weights, recipe
+        results = []
+        for float8 in (False, True):
+            enable = {"copies": "alternate"} if float8 else {}
+            model = Setup(recipe, world_mesh(), float8, enable=enable).build()
+            results.append(train(model, 5, rank=dist.get_rank()))
+        assert_same(*results, recipe)
+        both = step_of(Setup(recipe, world_mesh(), True).build())
+        assert sum(c.bytes for c in both if c.op == "all_gather_into_tensor") == sent[0], recipe
+
+
+def kept_for_the_backward(model):
+    """Bytes of the weights' shapes that autograd keeps after a forward."""
+    pending, seen, kept = [model(batch(0)).grad_fn], set(), []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [source for source, _ in node.next_functions]
+        if "CompiledFunction" in type(node).__name__:
+            kept += [
+                t.untyped_storage().size() for t in node.saved_tensors if 16 not in t.shape and t.dim() == 2
+            ]
+    assert len(kept) == 6
+    return sum(kept)
+
+
+def no_weight_outlives_its_forward():
+    """What FSDP2 frees is freed: no copy made of it, transposed say, is kept for the backward."""
+    for recipe, copies in (("tensorwise", "both"), ("rowwise", "both"), ("rowwise", "alternate")):
+        assert (
+            kept_for_the_backward(Setup(recipe, world_mesh(), True, enable={"copies": copies}).build()) == 0
+        )
+
+
+def alternating_needs_resharding():
+    """Without it there is one gather for both halves: it carries both copies."""
+    enable, shard = {"copies": "alternate"}, {"reshard_after_forward": False}
+    results = []
+    for float8 in (False, True):
+        setup = Setup("rowwise", world_mesh(), float8, shard=shard, enable=enable if float8 else {})
+        results.append(train(setup.build(), 2))
+    assert_same(*results)
+    # told so afterwards: too late to change what is gathered
+    model = Setup("rowwise", world_mesh(), True, enable=enable).build()
+    train(model, 1)
+    model.set_reshard_after_forward(False)
+    _raises("no longer resharded after the forward", lambda: model(batch(0)))
+
+
+def alternating_forbids_checkpointing():
+    """In the graph and around it: an error, and without the error's check NaN, never a wrong number."""
+    from torch.distributed.fsdp import fully_shard
+
+    import f8fx
+    from f8fx.fsdp.weight import Float8Weight
+    from tests.distributed.models import OPTIONS, Net
+    from tests.distributed.test_fsdp_policies import Checkpointed
+
+    def build(inside):
+        torch._dynamo.reset()
+        model = Net().to(bf16)
+        enable_float8_all_gather(model, "rowwise", filter_fqns=["head"], copies="alternate")
+        for index, block in enumerate(model.blocks):
+            if not inside:
+                block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise"})
+            wrapped = Checkpointed(block)
+            if inside:
+                wrapped.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise", "strict": False})
+            fully_shard(wrapped, mesh=world_mesh())
+            model.blocks[index] = wrapped
+        return fully_shard(model, mesh=world_mesh())
+
+    model = build(inside=False)
+    _raises(
+        "a forward reads 'blocks.1.gate.weight' during a backward",
+        lambda: loss_of(model(batch(0))).backward(),
+    )
+    model = build(inside=True)
+    _raises("is checkpointed, so its forward runs again", lambda: model(batch(0)))
+    model = build(inside=False)
+    with mock.patch.object(Float8Weight, "_data_0", property(lambda self: self._first)):
+        loss_of(model(batch(0))).backward()
+    for block in model.blocks:
+        grad = block.block.gate.weight.grad.full_tensor()
+        assert not grad.isfinite().any()
+
+
+def one_reduction_a_forward_whatever_is_wrapped():
+    """Also where the root itself holds converted weights, and with prefetching by hand."""
+    for prefetch in (False, True):
+        torch._dynamo.reset()
+        model = Setup("tensorwise", world_mesh(), True, shard={"reshard_after_forward": False}).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts = []
+        for step in range(3):
+            with collectives() as sent:
+                if prefetch:
+                    model.unshard()  # FSDP2's way to gather the root's own weights early: none is converted
+                loss_of(model(batch(step))).backward()
+                optimizer.step()
+            counts.append(sum(c.op == "all_reduce" for c in sent))
+        assert counts == [1, 1, 1], counts
+
+
+def root_holds_converted_weights():
+    """The first forward reduces twice: until its hook has run, f8fx cannot know that a forward has begun."""
+    from torch.distributed.fsdp import fully_shard
+
+    import f8fx
+    from tests.distributed.models import OPTIONS, Net
+
+    results = []
+    for float8 in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Net().to(bf16)
+        if float8:
+            assert all(d.converted for d in enable_float8_all_gather(model))
+        fully_shard(model, mesh=world_mesh())
+        call = torch.compile(model, backend=f8fx.f8fx, options=OPTIONS)
+        counts, seen = [], {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            with collectives() as sent:
+                y = call(batch(step))
+                loss_of(y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen[f"output {step}"] = y.detach()
+            counts.append(sum(c.op == "all_reduce" for c in sent))
+        results.append(seen | {name: whole(p) for name, p in model.named_parameters()})
+        assert counts == ([2, 1, 1] if float8 else [0, 0, 0]), counts
+    assert_same(*results)
+
+
+def changed_in_every_way(float8):
+    """Weights changed by hand between forwards, in ways that leave no trace; each output must follow."""
+    model = Setup("tensorwise", world_mesh(), float8).build()
+    weight = model.blocks[0].gate.weight
+    outputs = {}
+
+    def forward(name):
+        with torch.no_grad():
+            outputs[name] = model(batch(0)).detach()
+
+    forward("start")
+    with torch.no_grad():
+        weight.mul_(2)
+    forward("in place")
+    weight.data.add_(0.5)
+    forward("through .data")
+    if dist.get_rank() == 0:  # one rank only: no rank may wait for another that sees no change
+        weight.to_local().detach()[0].fill_(9.0)
+    forward("one row on one rank")
+    local = model.state_dict()["blocks.0.gate.weight"].to_local()
+    local.data.mul_(3)
+    forward("through an alias")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    loss_of(model(batch(1))).backward()
+    optimizer.step()
+    forward("fused optimizer")
+    model.load_state_dict({n: t * 0.5 for n, t in model.state_dict().items()})
+    forward("loaded")
+    model.unshard()
+    model.reshard()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    outputs["a block called alone"] = model.blocks[0](batch(0)).detach()
+    assert len({tuple(o.flatten()[:64].tolist()) for o in outputs.values()}) == len(outputs)
+    return outputs
+
+
+def scales_are_never_stale():
+    assert_same(changed_in_every_way(False), changed_in_every_way(True))
+
+
+def changed_before_the_backward():
+    """The backward would gather new weights with old scales; also after an evaluation with other weights."""
+    model = Setup("tensorwise", world_mesh(), True).build()
+    weight = model.blocks[1].gate.weight
+    loss = loss_of(model(batch(0)))
+    with torch.no_grad():
+        weight.mul_(3)
+        model(batch(1))
+        weight.div_(3)
+    _raises("was changed between a forward and a backward", loss.backward)
+    model = Setup("tensorwise", world_mesh(), True).build()
+    loss = loss_of(model(batch(0)))
+    with torch.no_grad():
+        model(batch(1))  # an evaluation with the same weights is no matter
+    loss.backward()
+
+
+def manual_scales():
+    """One reduction for several forwards, and an error, not a stale scale, where the call was forgotten."""
+    rank, results = dist.get_rank(), []
+    for float8 in (False, True):
+        model = Setup(
+            "tensorwise", world_mesh(), float8, enable={"scales": "manual"} if float8 else {}
+        ).build()
+        if float8:
+            _raises("has no scale yet", lambda model=model: model(batch(0)))
+            model = Setup("tensorwise", world_mesh(), True, enable={"scales": "manual"}).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with collectives() as sent:
+                if float8:
+                    precompute_scales(model)
+                for part in range(2):
+                    loss_of(model(batch(part, rank))).backward()
+            assert sum(c.op == "all_reduce" for c in sent) == int(float8)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({name: whole(p) for name, p in model.named_parameters()})
+        if float8:
+            _raises("was changed since its scale was computed", lambda model=model: model(batch(0)))
+    assert_same(*results)
+
+
+def _raises(text, call):
+    try:
+        call()
+    except Exception as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no error with {text!r}")
+
+
+def ranks_that_differ_all_raise():
+    """A filter on one rank only: an error everywhere at once, and no rank waits."""
+    from tests.distributed.models import Net
+
+    model = Net().to(bf16)
+    before = copy.copy(dict(model.named_parameters()))
+    _raises(
+        "ranks would gather different weights",
+        lambda: enable_float8_all_gather(model, filter_fqns=["gate"] if dist.get_rank() else []),
+    )
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in before)  # and nothing was changed
+
+
+def optimizers_and_copies_are_plain():
+    model = Setup("tensorwise", world_mesh(), True).build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, 1, optimizer)
+    for state in optimizer.state.values():
+        for value in state.values():
+            assert type(value.to_local() if isinstance(value, DTensor) else value) is torch.Tensor
+    weight = model.blocks[0].gate.weight
+    for made in (weight + 0, torch.zeros_like(weight), weight.full_tensor(), weight.float() + 1):
+        assert type(made.to_local() if isinstance(made, DTensor) else made) is torch.Tensor
+
+
+def test_two_ranks():
+    run_checks(
+        2,
+        [
+            gathers_take_half_the_bytes,
+            no_weight_outlives_its_forward,
+            rowwise_alternates,
+            alternating_needs_resharding,
+            alternating_forbids_checkpointing,
+            one_reduction_a_forward_whatever_is_wrapped,
+            root_holds_converted_weights,
+            scales_are_never_stale,
+            changed_before_the_backward,
+            manual_scales,
+            ranks_that_differ_all_raise,
+            optimizers_and_copies_are_plain,
+        ],
+    )

@@ -1,0 +1,149 @@
+"""Float8 gathers on meshes: HSDP, FSDP x TP, uneven and empty shards, other dimensions, one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import f8fx
+from f8fx.fsdp import enable_float8_all_gather
+from tests.distributed.harness import run_checks
+from tests.distributed.models import OPTIONS, Net, Setup, assert_same, batch, collectives, train, world_mesh
+from tests.helpers import bf16
+
+
+def compare(build: Callable[[bool], nn.Module], what: str, reductions: int = 2) -> None:
+    """Two steps without and with float8 gathers, different data on every rank of the FSDP dimension."""
+    results = []
+    for float8 in (False, True):
+        model = build(float8)
+        with collectives() as sent:
+            results.append(train(model, 2, rank=getattr(model, "data_rank", dist.get_rank())))
+        gathered = {c.dtype for c in sent if c.op == "all_gather_into_tensor"}
+        if gathered:  # FSDP2 does not gather in a group of one
+            assert (torch.uint8 in gathered) == float8, (what, gathered)
+            # beside those of amaxes there are those of HSDP's gradients
+            assert sum(c.dtype == torch.int32 for c in sent) == (reductions if float8 else 0), (what, sent)
+    assert_same(*results, what)
+
+
+def hsdp():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for recipe in ("tensorwise", "rowwise"):
+        compare(lambda float8, recipe=recipe: Setup(recipe, mesh, float8).build(), f"hsdp {recipe}")
+
+
+def tensor_parallel(float8: bool, recipe: str) -> Net:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Net().to(bf16)
+    for block in model.blocks:
+        # bias=True in `down` is replicated by RowwiseParallel
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    if float8:
+        decided = enable_float8_all_gather(model, recipe, filter_fqns=["head"])
+        assert {d.fqn: d.shape for d in decided if d.converted} == {
+            f"blocks.{i}.{name}.weight": shape
+            for i in range(2)
+            for name, shape in (("gate", (48, 64)), ("up", (48, 64)), ("down", (64, 48)))
+        }
+    for block in model.blocks:
+        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe, "debug": False})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model.data_rank = mesh["dp"].get_local_rank()  # type: ignore[assignment]
+    return model
+
+
+def fsdp_and_tensor_parallel():
+    """The scale of a local part is its own, as it is where a graph quantizes that part."""
+    for recipe in ("tensorwise", "rowwise"):
+        compare(lambda float8, recipe=recipe: tensor_parallel(float8, recipe), f"2-D {recipe}")
+
+
+def smaller_groups_are_refused():
+    """FSDP2 has no way to gather such a parameter again from a part of what it gathered."""
+    model = Setup("tensorwise", world_mesh(), True, shard={"reshard_after_forward": 2}).build()
+    try:
+        model(batch(0))
+    except NotImplementedError as error:
+        assert "reshard_after_forward=True or False" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+def uneven():
+    """64 and 96 rows over three ranks: 22 + 22 + 20, and 32 each."""
+    for recipe in ("tensorwise", "rowwise"):
+        compare(lambda float8, recipe=recipe: Setup(recipe, world_mesh(), float8).build(), f"uneven {recipe}")
+
+
+def columns():
+    """Sharded along the contracted dimension, where FSDP2 can: then it is the other scales that are local."""
+
+    def placement(parameter):
+        return Shard(1) if parameter.dim() == 2 else Shard(0)
+
+    for recipe in ("tensorwise", "rowwise"):
+        shard = {"shard_placement_fn": placement}
+        compare(
+            lambda float8, recipe=recipe, shard=shard: Setup(
+                recipe, world_mesh(), float8, shard=shard
+            ).build(),
+            f"Shard(1) {recipe}",
+        )
+
+
+def offloaded():
+    shard = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    compare(lambda float8: Setup("tensorwise", world_mesh(), float8, shard=shard).build(), "offloaded")
+
+
+def one_rank():
+    for recipe in ("tensorwise", "rowwise"):
+        compare(
+            lambda float8, recipe=recipe: Setup(recipe, world_mesh(), float8).build(), f"one rank {recipe}"
+        )
+
+
+def empty():
+    """16 rows over seven ranks: 3 each, 1 for the sixth, none for the last."""
+    for recipe in ("tensorwise", "rowwise"):
+        net = {"hidden": 16, "depth": 1}
+        compare(
+            lambda float8, recipe=recipe, net=net: Setup(recipe, world_mesh(), float8, net=net).build(),
+            recipe,
+        )
+    sizes = [
+        p.to_local().numel() for p in Setup("tensorwise", world_mesh(), True, net=net).build().parameters()
+    ]
+    assert (0 in sizes) == (dist.get_rank() == 6)
+
+
+def test_four_ranks():
+    run_checks(4, [hsdp, fsdp_and_tensor_parallel, smaller_groups_are_refused])
+
+
+def test_three_ranks():
+    run_checks(3, [uneven])
+
+
+def test_two_ranks():
+    run_checks(2, [columns, offloaded])
+
+
+def test_one_rank():
+    run_checks(1, [one_rank])
+
+
+def test_seven_ranks():
+    run_checks(7, [empty])

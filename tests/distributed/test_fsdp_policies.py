@@ -1,0 +1,238 @@
+"""FSDP2's own options under float8 gathers: each gives the bits it gives with high-precision gathers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import f8fx
+from f8fx.fsdp import enable_float8_all_gather
+from tests.distributed.harness import run_checks
+from tests.distributed.models import (
+    OPTIONS,
+    Net,
+    Setup,
+    assert_same,
+    batch,
+    collectives,
+    loss_of,
+    train,
+    whole,
+    world_mesh,
+)
+from tests.helpers import bf16
+
+
+def both(setup: Setup, run: Callable[[Net], dict[str, Any]]) -> None:
+    """The same with high-precision and with float8 gathers."""
+    results = []
+    for float8 in (False, True):
+        made = copy.copy(setup)
+        made.float8 = float8
+        results.append(run(made.build()))
+    assert_same(*results, repr(setup))
+
+
+def resharding():
+    for recipe in ("tensorwise", "rowwise"):
+        for reshard in (True, False):
+            both(Setup(recipe, world_mesh(), shard={"reshard_after_forward": reshard}), lambda m: train(m, 2))
+
+
+def mixed_precision():
+    """fp32 parameters that FSDP2 rounds to bf16: the rounded weight is what is quantized, as on one device."""
+    policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
+    for recipe in ("tensorwise", "rowwise"):
+        setup = Setup(recipe, world_mesh(), dtype=torch.float32, shard={"mp_policy": policy})
+        both(setup, lambda m: train(m, 2, rank=dist.get_rank()))
+
+
+def autocast():
+    """fp32 parameters that stay so: the fp32 weight is what is quantized, as on one device."""
+    for recipe in ("tensorwise", "rowwise"):
+        results = []
+        for mesh, float8 in ((None, False), (world_mesh(), False), (world_mesh(), True)):
+            model = Setup(recipe, mesh, float8, dtype=torch.float32).build()
+            with torch.autocast("cpu", bf16):
+                results.append(train(model, 2, dtype=torch.float32))
+        assert_same(results[0], results[1], recipe)
+        assert_same(results[1], results[2], recipe)
+
+
+def half():
+    def run(model: Net) -> dict[str, Any]:
+        # not Adam: its epsilon is zero in fp16
+        return train(model, 2, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.float16)
+
+    both(Setup("tensorwise", world_mesh(), dtype=torch.float16), run)
+
+
+def accumulated(model: Net) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: dict[str, Any] = {}
+    for step in range(2):
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            loss_of(model(batch(3 * step + part, dist.get_rank()))).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        seen |= {f"norm {step}": whole(norm)}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {name: whole(p) for name, p in model.named_parameters()}
+
+
+def accumulation_and_clipping():
+    both(Setup("tensorwise", world_mesh()), accumulated)
+
+
+def frozen():
+    def run(model: Net) -> dict[str, Any]:
+        return train(model, 2)
+
+    results = []
+    for float8 in (False, True):
+        torch.manual_seed(0)
+        model = Net().to(bf16)
+        model.blocks[0].gate.weight.requires_grad_(False)
+        for parameter in model.blocks[1].parameters():
+            parameter.requires_grad_(False)
+        setup = Setup("tensorwise", world_mesh(), float8)
+        results.append(run(setup.apply(model)))
+    assert "grad blocks.0.gate.weight" not in results[1] and "grad blocks.0.up.weight" in results[1]
+    assert_same(*results)
+
+
+def not_a_number():
+    """A NaN or an infinity in one rank's shard reaches what it reaches with high-precision gathers."""
+    for value, owner in ((torch.nan, 0), (torch.nan, 1), (torch.inf, 1)):
+        for recipe in ("tensorwise", "rowwise"):
+            outputs = []
+            for float8 in (False, True):
+                model = Setup(recipe, world_mesh(), float8).build()
+                with torch.no_grad():
+                    if dist.get_rank() == owner:
+                        model.blocks[0].gate.weight.to_local()[3, 5] = value
+                    outputs.append(model.blocks[0](batch(0)).detach())
+            assert outputs[0].isnan().any()
+            assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
+            assert torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num()), (value, recipe)
+            # one NaN makes the tensorwise scale one, on every rank, whoever has it
+            model.blocks[0].unshard()
+            scale = model.blocks[0].gate.weight._scale_0
+            assert int(scale.isnan().sum()) == int(value is torch.nan), (value, owner, scale)
+
+
+def checkpointing_of_the_whole_model():
+    """Its forward, hooks included, runs again in the backward; amaxes are not taken again."""
+    results = []
+    for float8 in (False, True):
+        model = Setup("tensorwise", world_mesh(), float8).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with collectives() as sent:
+            for step in range(2):
+                loss_of(checkpoint(model, batch(step), use_reentrant=False)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append({name: whole(p) for name, p in model.named_parameters()})
+        assert sum(call.op == "all_reduce" for call in sent) == (2 if float8 else 0)
+    assert_same(*results)
+
+
+class Tied(nn.Module):
+    """Two linear layers of one weight, and an embedding tied to a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 64)
+        self.a, self.b, self.c = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.b.weight = self.a.weight
+        self.c.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.c(self.b(torch.relu(self.a(self.embedding(tokens)))))
+
+
+def tied():
+    tokens = torch.arange(32)
+    results = []
+    for float8 in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Tied().to(bf16)
+        if float8:
+            decided = {d.fqn: d.reason for d in enable_float8_all_gather(model)}
+            assert decided == {
+                "embedding.weight": "shared with a module that is no linear layer",
+                "a.weight": "converted",
+            }
+            assert model.a.weight is model.b.weight
+        fully_shard(model, mesh=world_mesh())
+        call = torch.compile(model, backend=f8fx.f8fx, options=OPTIONS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            y = call(tokens)
+            loss_of(y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({"y": y.detach()} | {name: whole(p) for name, p in model.named_parameters()})
+    assert_same(*results)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def checkpointing():
+    """Inside the compiled graph, and around it; each with one amax reduction a forward."""
+    for inside in (True, False):
+        results = []
+        for float8 in (False, True):
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            model = Net().to(bf16)
+            if float8:
+                enable_float8_all_gather(model, filter_fqns=["head"])
+            for index, block in enumerate(model.blocks):
+                if not inside:
+                    block.compile(backend=f8fx.f8fx, options=OPTIONS)
+                wrapped = Checkpointed(block)
+                if inside:
+                    wrapped.compile(backend=f8fx.f8fx, options=OPTIONS)
+                fully_shard(wrapped, mesh=world_mesh())
+                model.blocks[index] = wrapped
+            fully_shard(model, mesh=world_mesh())
+            with collectives() as sent:
+                results.append(train(model, 3))
+            reductions = [call for call in sent if call.op == "all_reduce"]
+            assert len(reductions) == (3 if float8 else 0), (inside, reductions)
+        assert_same(*results, f"inside={inside}")
+
+
+def test_two_ranks():
+    run_checks(
+        2,
+        [
+            resharding,
+            mixed_precision,
+            autocast,
+            half,
+            accumulation_and_clipping,
+            frozen,
+            tied,
+            checkpointing,
+            checkpointing_of_the_whole_model,
+            not_a_number,
+        ],
+    )
