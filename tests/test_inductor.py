@@ -13,7 +13,7 @@ from torch import nn
 import f8fx
 from f8fx import recording
 from f8fx.torch_private import supports_rowwise_scaled_mm
-from tests.helpers import E4M3, Block, bf16, compiled, gradients, randn, sqnr
+from tests.helpers import E4M3, Block, bf16, compiled, gradients, graph_after, randn, sqnr
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +51,22 @@ def test_sqnr_against_bf16_and_torchao(recipe):
     for name, want in reference.items():
         # two exact results, as a bias gradient's, are both infinitely good
         assert min(quality[name], 100) > min(sqnr(want, theirs[name]), 100) - 0.5, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "save"), [("tensorwise", "lean"), ("rowwise", "fast"), ("rowwise_with_gw_hp", "lean")]
+)
+def test_merged_gemms(recipe, save):
+    """Parts of one operand are cast into one buffer, in both layouts, and slices of results are read in place."""
+    torch.manual_seed(0)
+    model = Block(64, 96).to(bf16)
+    x, grad = randn(4, 32, 64, grad=False), randn(4, 32, 64, grad=False, seed=1)
+    options = {"recipe": recipe, "save": save, "target": "h100"}
+    assert graph_after(model, x, **options).count("f8fx.concat(") == 1
+    eager = gradients(model, compiled(model, **options), x, grad)
+    generated = gradients(model, compiled(model, executor="inductor", **options), x, grad)
+    for name, want in eager.items():
+        assert sqnr(want, generated[name]) > 25, name
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

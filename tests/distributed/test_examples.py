@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from f8fx import f8fx, recording
-from tests.distributed import examples
+from tests.distributed.examples import collectives as examples
 from tests.distributed.ranks import outcome_fixture
 from tests.helpers import bf16, randn, sqnr
 
@@ -71,3 +75,14 @@ outcome = outcome_fixture(2, CHECKS)
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_two_ranks(outcome, check):
     assert check not in outcome, outcome[check]
+
+
+@pytest.mark.parametrize("name", ["simple_fsdp", "tensor_parallel", "graph_trainer"])
+def test_the_readme_shows_what_is_run(name):
+    """Line by line, but for the mesh, which is one of CPUs here."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (shown,) = re.findall(rf"<!-- example: collectives.{name} -->\n```python\n(.*?)```", readme, re.DOTALL)
+    source = {line.strip() for line in inspect.getsource(getattr(examples, name)).splitlines()}
+    lines = {line.strip().replace("model = torch.", "return torch.") for line in shown.splitlines()}
+    lines = {line for line in lines if line and "init_device_mesh(" not in line}
+    assert lines and lines <= source

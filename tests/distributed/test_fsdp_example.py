@@ -27,6 +27,5 @@ def test_the_example_trains():
 
 def test_the_readme_has_it_word_for_word():
     quoted = re.search(r"<!-- example: fsdp2 -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
-    if quoted is None:
-        pytest.skip("the README does not quote it")
+    assert quoted is not None
     assert quoted.group(1) == EXAMPLE.read_text()
