@@ -479,6 +479,9 @@ class Parts(NamedTuple):
 class Lowering:
     """Inductor's lowerings, called on its IR values (``torch._inductor.lowering``, ``ir``)."""
 
+    #: Devices that the options of a pass (:meth:`_tune`) are for.
+    tuned_devices: frozenset[str] = frozenset(("cuda", "xpu"))
+
     def __init__(self) -> None:
         from torch._inductor import ir, lowering
 
@@ -503,7 +506,7 @@ class Lowering:
 
         config = inductor_config()
         tuning = getattr(config.joint_custom_pre_pass, "tuning", None)
-        if tuning and any(device not in ("cpu", "meta") for device in V.graph.device_types):
+        if tuning and any(device in self.tuned_devices for device in V.graph.device_types):
             for key, value in tuning.items():
                 if getattr(config, key) != value:
                     setattr(config, key, value)
