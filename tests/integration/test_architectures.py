@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from f8fx.passes import Merge
 from tests.helpers import sqnr
 from tests.integration import training
 from tests.integration.models import CASES
@@ -145,3 +146,27 @@ def test_no_type_of_f8fx_is_in_the_model(name: str):
     for parameter in model.parameters():
         assert type(parameter) is nn.Parameter
         assert parameter.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [*((name, "tensorwise") for name in CASES), ("llama", "rowwise")]
+)
+def test_merged_gemms_beside_bf16(name: str, recipe: str, monkeypatch):
+    """q, k and v as one gemm, and gate and up, trains as well, and every matmul is still accounted for."""
+    merged: list[int] = []
+    plain = Merge.__call__
+
+    def counting(self, graph, conversions):
+        result = plain(self, graph, conversions)
+        merged.append(len(conversions) - len(result))
+        return result
+
+    monkeypatch.setattr(Merge, "__call__", counting)
+    reference, float8 = training.run(name, None), training.run(name, recipe, "h100")
+    assert float8.losses == pytest.approx(reference.losses, abs=0.03 * reference.losses[0])
+    whole = torch.cat([gradient.flatten() for gradient in reference.gradients.values()])
+    ours = torch.cat([float8.gradients[parameter].flatten() for parameter in reference.gradients])
+    assert sqnr(whole, ours) > 15
+    assert Counter((d.fqn, d.role) for d in float8.decisions if d.converted) == training.expected(name)
+    # GPT-2 has them fused already
+    assert merged and (max(merged) > 0) is (name != "gpt2")

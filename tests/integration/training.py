@@ -55,15 +55,16 @@ def initial(name: str) -> nn.Module:
 
 
 @cache
-def run(name: str, recipe: str | None) -> Run:
-    """Trains the named case; ``recipe=None``: plain eager PyTorch."""
+def run(name: str, recipe: str | None, target: str | None = None) -> Run:
+    """Trains the named case; ``recipe=None``: plain eager PyTorch. For an H100 as target gemms are merged."""
     case = CASES[name]
     model = copy.deepcopy(initial(name))
     batch = batch_of(case, torch.bfloat16)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     result = Run([], {}, {}, model, [])
     with recording() as result.reports:
-        forward = compiled(model, recipe=recipe, filter_fqns=list(case.filtered)) if recipe else model
+        options = {"filter_fqns": list(case.filtered), "target": target}
+        forward = compiled(model, recipe=recipe, **options) if recipe else model
         for _ in range(STEPS):
             loss = case.loss(forward(**batch), batch)
             loss.backward()
