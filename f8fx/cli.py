@@ -89,6 +89,13 @@ def _explain(args: argparse.Namespace) -> int:
             find(args.target)
         except ValueError as error:
             raise UsageError(f"--target: {error}") from None
+    if args.world is not None:
+        from f8fx.communication import World
+
+        try:
+            World.parse(args.world)
+        except ValueError as error:
+            raise UsageError(f"--world: {error}") from None
     function = _function(args.model)
     try:
         made = function()
@@ -102,10 +109,18 @@ def _explain(args: argparse.Namespace) -> int:
             f"it returned {type(made).__name__}"
         )
     model, inputs = made
+    if args.world is not None:
+        from torch import nn
+
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"--world: {args.model}() must return a module, it returned {type(model).__name__}"
+            )
 
     from f8fx.explanation import ExplainError, explain
 
     options: dict[str, Any] = {"recipe": args.recipe, "select": args.select}
+    options |= {"world": args.world, "copies": args.copies}
     if args.target is not None:
         options["target"] = args.target
     try:
@@ -191,6 +206,18 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--target", metavar="NAME", help="hardware to decide for: h100, b200, ...")
     explain.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")
     explain.add_argument("--select", choices=("auto", "all"), default="auto")
+    explain.add_argument(
+        "--world",
+        "--mesh",
+        metavar="N",
+        help="also what a training step sends under FSDP2 on N ranks; 8x4 or fsdp=8,tp=4: FSDP x tensor parallelism",
+    )
+    explain.add_argument(
+        "--copies",
+        choices=("both", "alternate"),
+        default="both",
+        help="with --world: of rowwise weights, as enable_float8_all_gather takes it (default: both)",
+    )
     explain.add_argument("--json", metavar="FILE", help='write the figures as JSON ("-": print them)')
     explain.add_argument("--html", metavar="FILE", help="write one self-contained HTML page")
 
