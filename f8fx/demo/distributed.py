@@ -17,12 +17,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from f8fx.demo.model import Decoder
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the demo on one rank runs where torch is built without torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
     from f8fx.demo.train import Plan
 
 #: Parameters are gathered in the first, gradients reduced in the second.
@@ -69,6 +69,8 @@ class Ranks:
     @contextmanager
     def joined(device: torch.device) -> Iterator[Ranks]:
         """Joins the ranks that torchrun started, and leaves them at the end."""
+        from torch.distributed.device_mesh import init_device_mesh
+
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
@@ -84,6 +86,8 @@ class Ranks:
 
     def shard(self, model: Decoder, plan: Plan, backend: Any, options: dict[str, Any] | None) -> Decoder:
         """Compiles and shards the blocks, in place; with options of f8fx, weights are gathered in float8."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         from f8fx.fsdp import enable_float8_all_gather
 
         compile_options: dict[str, Any] = {}
