@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import compile_time, gpu, kernels, linear_sweep, llama_block, variants
+from . import comm, compile_time, gpu, kernels, linear_sweep, llama_block, variants
 from .common import Grid, console
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ GRIDS: dict[str, Callable[[Result], list[Grid]]] = {
     linear_sweep.NAME: linear_sweep.grids,
     llama_block.NAME: llama_block.grids,
     compile_time.NAME: compile_time.grids,
+    comm.NAME: comm.grids,
     gpu.NAME: gpu.grids,
 }
 
@@ -71,9 +72,8 @@ def picture(result: Result, path: Path) -> bool:
     FigureCanvasAgg(figure)
     draw(figure, result)
     stamp = result["stamp"]
-    figure.suptitle(
-        f"{result['name']}: {stamp['device']}, torch {stamp['torch']}, {stamp['date'][:10]}", fontsize=10
-    )
+    where = f"{result['rows'][0]['cluster']}, predicted" if result["name"] == comm.NAME else stamp["device"]
+    figure.suptitle(f"{result['name']}: {where}, torch {stamp['torch']}, {stamp['date'][:10]}", fontsize=10)
     figure.savefig(path)
     return True
 
@@ -194,10 +194,43 @@ def _draw_compile(figure: Figure, result: Result) -> None:
     _style(bars, f"{largest:,} nodes")
 
 
+def _draw_comm(figure: Figure, result: Result) -> None:
+    """Gigabytes a rank sends and predicted seconds against ranks, one column per model."""
+    models = [name for name in comm.MODELS if any(row["model_name"] == name for row in result["rows"])]
+    figure.set_size_inches(3.6 * len(models), 5.6)
+    panels = figure.subplots(2, len(models), sharex=True, squeeze=False)
+    styles = {"tensorwise": (_COLOURS["f8fx"], "-"), "rowwise": (_COLOURS["f8fx_auto"], "--")}
+    for column, name in enumerate(models):
+        rows = [row for row in result["rows"] if row["model_name"] == name]
+        for axes, what, scale in ((panels[0][column], "bytes", 1e-9), (panels[1][column], "seconds", 1.0)):
+            recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+            for recipe in recipes:
+                points = sorted(
+                    (row["world"], row[what]["bf16"] * scale, row[what]["float8"] * scale)
+                    for row in rows
+                    if row["recipe"] == recipe
+                )
+                worlds, bf16, float8 = zip(*points, strict=True)
+                if recipe == recipes[0]:
+                    axes.plot(worlds, bf16, color=_COLOURS["bf16"], marker="o", markersize=3, label="bf16")
+                colour, line = styles[recipe]
+                axes.plot(
+                    worlds, float8, line, color=colour, marker="o", markersize=3, label=f"float8, {recipe}"
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            _style(axes, name if what == "bytes" else "")
+        panels[1][column].set_xlabel("ranks", fontsize=8)
+    panels[0][0].set_ylabel("GB each rank sends in a step", fontsize=8)
+    panels[1][0].set_ylabel("predicted seconds on the wire", fontsize=8)
+    panels[0][0].legend(frameon=False, fontsize=7)
+
+
 _DRAW: dict[str, Callable[[Figure, Result], None]] = {
     linear_sweep.NAME: _draw_sweep,
     llama_block.NAME: _draw_block,
     compile_time.NAME: _draw_compile,
+    comm.NAME: _draw_comm,
 }
 
 

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     if args.run is None:
         parser.print_help(sys.stderr)
         return 2
@@ -62,18 +63,22 @@ def version() -> str:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from f8fx.demo import train
+    from f8fx.demo import distributed, train
     from f8fx.doctor import cpp_compiler
 
     try:
         device = train.pick_device(args.device)
+        if args.nproc is not None:
+            distributed.local_device(args, device)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if device.type == "cpu" and args.executor == "inductor" and cpp_compiler() is None:
+    if device.type == "cpu" and train.executor_for(args, device) == "inductor" and cpp_compiler() is None:
         raise UsageError(
             "Inductor needs a C++ compiler to compile for CPU and found none; install g++ or clang++, "
             "set CXX, or pass --executor eager"
         )
+    if args.nproc is not None and not distributed.launched():
+        return distributed.launch(args.argv, args.nproc)
     try:
         return train.main(args)
     except FileNotFoundError as error:
@@ -89,6 +94,13 @@ def _explain(args: argparse.Namespace) -> int:
             find(args.target)
         except ValueError as error:
             raise UsageError(f"--target: {error}") from None
+    if args.world is not None:
+        from f8fx.communication import World
+
+        try:
+            World.parse(args.world)
+        except ValueError as error:
+            raise UsageError(f"--world: {error}") from None
     function = _function(args.model)
     try:
         made = function()
@@ -102,10 +114,18 @@ def _explain(args: argparse.Namespace) -> int:
             f"it returned {type(made).__name__}"
         )
     model, inputs = made
+    if args.world is not None:
+        from torch import nn
+
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"--world: {args.model}() must return a module, it returned {type(model).__name__}"
+            )
 
     from f8fx.explanation import ExplainError, explain
 
     options: dict[str, Any] = {"recipe": args.recipe, "select": args.select}
+    options |= {"world": args.world, "copies": args.copies}
     if args.target is not None:
         options["target"] = args.target
     try:
@@ -191,6 +211,18 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--target", metavar="NAME", help="hardware to decide for: h100, b200, ...")
     explain.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")
     explain.add_argument("--select", choices=("auto", "all"), default="auto")
+    explain.add_argument(
+        "--world",
+        "--mesh",
+        metavar="N",
+        help="also what a training step sends under FSDP2 on N ranks; 8x4 or fsdp=8,tp=4: FSDP x tensor parallelism",
+    )
+    explain.add_argument(
+        "--copies",
+        choices=("both", "alternate"),
+        default="both",
+        help="with --world: of rowwise weights, as enable_float8_all_gather takes it (default: both)",
+    )
     explain.add_argument("--json", metavar="FILE", help='write the figures as JSON ("-": print them)')
     explain.add_argument("--html", metavar="FILE", help="write one self-contained HTML page")
 
@@ -220,8 +252,8 @@ def _demo_arguments(demo: argparse.ArgumentParser) -> None:
     demo.add_argument(
         "--executor",
         choices=("inductor", "eager"),
-        default="inductor",
-        help="eager: the same graphs without code generation, needs no C++ compiler",
+        help="eager: the same graphs without code generation, needs no C++ compiler "
+        "(default: inductor; on several CPU ranks eager)",
     )
     demo.add_argument(
         "--out",
@@ -229,6 +261,12 @@ def _demo_arguments(demo: argparse.ArgumentParser) -> None:
         default=Path("f8fx-demo"),
         metavar="DIR",
         help="where losses.png and results.json go (default: f8fx-demo)",
+    )
+    demo.add_argument(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="train on N ranks with FSDP2, weights gathered in bf16 and in float8; gloo on CPU, NCCL on CUDA",
     )
     demo.add_argument("--smoke", action="store_true", help="a few steps of a tiny model, to see it run")
     demo.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")

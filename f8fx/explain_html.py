@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from .explain_show import Group, bytes_text, grouped, pattern_of, seconds_text
+from .explain_show import (
+    Group,
+    bytes_text,
+    grouped,
+    pattern_of,
+    seconds_text,
+    wire_note,
+    wire_text,
+    wire_title,
+)
 from .explain_style import SCRIPT, STYLE
 
 if TYPE_CHECKING:
@@ -41,6 +50,7 @@ def page(explanation: Explanation) -> str:
         _banner(e),
         _time_chart(e),
         _speedup_chart(e),
+        _wire(e),
         _table(e),
         f"</main><script>{SCRIPT}</script></body></html>\n",
     )
@@ -62,6 +72,8 @@ def _cards(e: Explanation) -> str:
         cards.append(
             _change(e.communicated_bytes_high, e.communicated_bytes, bytes_text, "in collectives, per device")
         )
+    if (c := e.communication) is not None:
+        cards.append(_change(c.high_bytes, c.float8_bytes, bytes_text, f"a rank sends, FSDP2 on {c.world}"))
     boxes = (
         f'<div class="card"><b>{escape(big)}<small>{escape(small)}</small></b>'
         f"<span>{escape(label)}</span></div>"
@@ -214,6 +226,47 @@ def _speedup_row(group: Group, place, lines: str, largest: float) -> str:
         f'<div class="track" title="{tip}">{lines}<div class="bar{kind}" style="left:{left:.2%};'
         f'width:{right - left:.2%};height:{height}px"></div>'
         f'<em style="left:{right:.2%}">{speedup:.2f}x</em></div>'
+    )
+
+
+# -- the wire -------------------------------------------------------------------------------------
+
+
+def _wire(e: Explanation) -> str:
+    c = e.communication
+    if c is None:
+        return ""
+    longest = max(1, *(size for row in c.rows for size in row[3:]))
+
+    def cells(high: int, float8: int) -> str:
+        bars = "".join(
+            f'<div style="width:{size / longest:.2%};height:7px;margin:2px 0;background:var(--{colour})"></div>'
+            for size, colour in ((high, "rest"), (float8, "yes"))
+        )
+        return (
+            f"<td>{wire_text(high)}</td><td>{wire_text(float8)}</td>"
+            f'<td style="min-width:120px" aria-hidden="true">{bars}</td>'
+        )
+
+    body = "".join(
+        f'<tr><td class="l">{op}</td><td class="l">{escape(dtype)}</td><td class="l">{what}</td>'
+        f"{cells(high, float8)}</tr>"
+        for op, what, dtype, high, float8 in c.rows
+    )
+    body += (
+        f'<tr><td class="l"><b>all</b></td><td></td><td></td><td><b>{wire_text(c.high_bytes)}</b></td>'
+        f"<td><b>{wire_text(c.float8_bytes)}</b></td><td></td></tr>"
+    )
+    if c.high_seconds is not None and c.float8_seconds is not None:
+        body += (
+            f'<tr><td class="l">predicted time</td><td></td><td></td><td>{seconds_text(c.high_seconds)}</td>'
+            f"<td>{seconds_text(c.float8_seconds)}</td><td></td></tr>"
+        )
+    return (
+        f'<section id="wire"><h2>{escape(wire_title(c))}</h2><p class="note">{escape(wire_note(c))}</p>'
+        '<div class="scroll"><table><thead><tr><th class="l">collective</th><th class="l">dtype</th>'
+        '<th class="l">of</th><th>as it is</th><th>with float8</th><th></th></tr></thead>'
+        f"<tbody>{body}</tbody></table></div></section>"
     )
 
 

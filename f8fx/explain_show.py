@@ -15,6 +15,7 @@ from rich.table import Table
 from .recipe import ROLES
 
 if TYPE_CHECKING:
+    from .communication import Communication
     from .explanation import Explanation, Row
 
 #: Columns where output is no terminal and so has no width.
@@ -140,6 +141,51 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None, expa
     console.print(_table(explanation, expand))
     for label, text in totals(explanation):
         console.print(f"[bold]{label}[/bold]: {text}")
+    if explanation.communication is not None:
+        console.print()
+        console.print(_wire_table(explanation.communication))
+        console.print(wire_note(explanation.communication), style="dim", markup=False)
+
+
+def _wire_table(c: Communication) -> Table:
+    table = Table(box=None, pad_edge=False, title=wire_title(c), title_justify="left")
+    table.add_column("collective", no_wrap=True)
+    for column in ("dtype", "of"):
+        table.add_column(column, no_wrap=True)
+    for column in ("as it is", "with float8"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for op, what, dtype, high, float8 in c.rows:
+        table.add_row(op, dtype, what, wire_text(high), wire_text(float8))
+    table.add_row("all", "", "", wire_text(c.high_bytes), wire_text(c.float8_bytes), style="bold")
+    if c.high_seconds is not None and c.float8_seconds is not None:
+        table.add_row("predicted time", "", "", seconds_text(c.high_seconds), seconds_text(c.float8_seconds))
+    return table
+
+
+def wire_title(c: Communication) -> str:
+    """What the table of the collectives is of."""
+    what = "a step" if c.training else "a forward"
+    return f"On the wire under FSDP2, {what}, each rank of {c.world}"
+
+
+def wire_text(count: int) -> str:
+    """Bytes, "-" for none."""
+    return bytes_text(count) if count else "-"
+
+
+def wire_note(c: Communication) -> str:
+    """What the figures mean and how they came about."""
+    text = (
+        f"{c.converted} of {len(c.gathers)} matrices gathered in float8. What a rank sends, and receives, by the ring "
+        "formula: (N - 1) / N of a gathered or scattered tensor, twice that of a reduced one."
+    )
+    if c.interconnect:
+        text += f" Time at line rate of {c.interconnect} nodes of 8, nothing overlapped."
+    if c.doubled:
+        text += ' This recipe sends two float8 copies of a weight; copies="alternate" halves that.'
+    if c.tp > 1:
+        text += " What tensor parallelism itself sends is not in it."
+    return text
 
 
 def _table(explanation: Explanation, expand: bool) -> Table:

@@ -21,16 +21,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+
+from torch import nn
 
 from . import explain_trace
 from .explain_trace import ExplainError, GraphTrace
-from .hardware import Hardware
+from .hardware import INTERCONNECTS, Hardware
 from .options import Options
 from .partition import Partitioner
 from .passes import Pipeline
 from .recipe import Role
 from .report import Decision, GraphReport
+
+if TYPE_CHECKING:
+    from .communication import Communication, World
 
 __all__ = ["ExplainError", "Explanation", "Row", "explain"]
 
@@ -86,8 +91,9 @@ class Explanation:
         rows: one for each matmul, in graph order.
         saved_bytes_high, saved_bytes_float8: bytes kept from forward to backward beside parameters and
             inputs, with the high-precision graph and with the float8 one.
-        communicated_bytes_high, communicated_bytes: bytes in collectives, likewise: of each its input
-            or output, whichever is larger; 0 on a single device.
+        communicated_bytes_high, communicated_bytes: bytes in collectives of the graphs, likewise: of each its
+            input or output, whichever is larger; 0 on a single device.
+        communication: what a step sends under FSDP2 on the world that was asked for, ``None`` where none was.
     """
 
     model: str
@@ -101,6 +107,7 @@ class Explanation:
     saved_bytes_float8: int = 0
     communicated_bytes_high: int = 0
     communicated_bytes: int = 0
+    communication: Communication | None = None
 
     @property
     def total(self) -> int:
@@ -147,6 +154,7 @@ class Explanation:
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         own["graphs"] = [graph.to_dict() for graph in self.graphs]
         own["rows"] = [dataclasses.asdict(row) for row in self.rows]
+        own["communication"] = self.communication.to_dict() if self.communication else None
         names = ("total", "converted", "reasons", "high_seconds", "float8_seconds", "gemm_speedup")
         own["totals"] = {name: getattr(self, name) for name in names}
         return own
@@ -157,6 +165,10 @@ class Explanation:
         own = {name: value for name, value in data.items() if name != "totals"}
         own["graphs"] = [GraphReport.from_dict(graph) for graph in own["graphs"]]
         own["rows"] = [Row(**row) for row in own["rows"]]
+        if own.get("communication") is not None:
+            from .communication import Communication
+
+            own["communication"] = Communication.from_dict(own["communication"])
         return Explanation(**own)
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -192,6 +204,8 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     target: str | Hardware | None = "h100",
     dynamic: bool = False,
+    world: World | int | str | None = None,
+    copies: Literal["both", "alternate"] = "both",
     **options: Any,
 ) -> Explanation:
     """Says which matmuls of ``model(*args, **kwargs)`` would run in float8, why, and what it gains.
@@ -205,15 +219,27 @@ def explain(
         args, kwargs: what it is called with; of tensors only shape, dtype and device count.
         target: name of the hardware; ``None``: the device the tensors are on.
         dynamic: take sizes of inputs as symbolic; rows then say from which M float8 pays.
+        world: ranks that the model would be trained on under FSDP2: ``8``, or ``"8x4"`` (or ``"fsdp=8,tp=4"``) for
+            FSDP x tensor parallelism. The explanation then says what a step sends, see
+            :mod:`f8fx.communication`; `model` is a module that is not sharded yet. No process group is needed.
+        copies: of rowwise weights, as ``f8fx.fsdp.enable_float8_all_gather`` takes it.
         options: of the backend, see :class:`f8fx.options.Options`.
 
     Raises:
         OptionError: for an unknown option, value or target.
+        ValueError: for a world that cannot be.
+        TypeError: for a world and a model that is no module.
         ExplainError: if the model cannot be copied or traced.
     """
     parsed = Options.parse({**options, "target": target})
     if not callable(model):
         raise TypeError(f"model must be a module or a function, got {type(model).__name__}")
+    if world is not None:
+        from .communication import World, predict
+
+        world = World.parse(world)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"world: model must be a module, got {type(model).__name__}")
     like_gpu = parsed.target is not None and parsed.target.name != "cpu"
     traces = explain_trace.trace(
         model,
@@ -236,6 +262,15 @@ def explain(
     )
     for name in ("saved_bytes_high", "saved_bytes_float8", "communicated_bytes_high", "communicated_bytes"):
         setattr(explanation, name, sum(getattr(trace, name) for trace in traces))
+    if world is not None:
+        explanation.communication = predict(
+            cast("nn.Module", model),
+            world,
+            parsed,
+            training=explanation.training,
+            copies=copies,
+            interconnect=INTERCONNECTS.get(parsed.target.name) if parsed.target else None,
+        )
     return explanation
 
 

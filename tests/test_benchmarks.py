@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, compile_time, gpu, graphs, linear_sweep, llama_block, report, timing, variants
+from benchmarks import (
+    comm,
+    common,
+    compile_time,
+    gpu,
+    graphs,
+    linear_sweep,
+    llama_block,
+    report,
+    timing,
+    variants,
+)
 from f8fx.demo.model import DecoderConfig
 from f8fx.options import Options
 from f8fx.passes import Pipeline, check
@@ -207,6 +218,26 @@ def test_the_exponent_tells_linear_from_quadratic(power):
     assert compile_time.exponent(rows, "cpu_seconds") == pytest.approx(power)
 
 
+# -- on the wire ----------------------------------------------------------------------------------
+
+
+def test_bytes_on_the_wire_by_world_size(tmp_path, capsys):
+    assert comm.main(["--quick", "--results", str(tmp_path)]) == 0
+    assert "llama3_405b, each rank, a step, h100 nodes of 8; predicted" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*-comm.json")
+    result = json.loads(path.read_text())
+    assert result["complete"] and len(result["rows"]) == 3 * 2 * 4
+    for row in result["rows"]:
+        # all but the embedding, the output projection and the norms are gathered in half the bytes
+        assert 0.5 < row["gathered"]["float8"] / row["gathered"]["bf16"] < 0.6
+        assert row["bytes"]["float8"] < 0.75 * row["bytes"]["bf16"]
+        assert 0 < row["seconds"]["float8"] < row["seconds"]["bf16"]
+        layers = DecoderConfig.named(row["model_name"]).layers
+        assert row["converted"] == [7 * layers, 7 * layers + 2]
+    page, image = report.write(path)
+    assert "predicted" in page.read_text() and image.stat().st_size > 10_000
+
+
 # -- reports --------------------------------------------------------------------------------------
 
 
@@ -292,7 +323,7 @@ def test_a_part_that_takes_too_long_is_stopped(monkeypatch):
     assert row["seconds"] < 20
 
 
-@pytest.mark.parametrize("name", ["linear_sweep", "report"])
+@pytest.mark.parametrize("name", ["comm", "linear_sweep", "report"])
 def test_the_commands_start(name):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],

@@ -89,6 +89,15 @@ def test_demo_says_what_to_do_without_a_compiler(capsys: Capture, monkeypatch: p
     assert "--executor eager" in _fails_with_usage(capsys, "demo", "--device", "cpu")
 
 
+def test_demo_refuses_ranks_that_have_no_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    wrong = _fails_with_usage(capsys, "demo", "--nproc", "4")
+    assert "4 ranks need 4 GPUs and this machine has 2" in wrong and "--device cpu" in wrong
+    assert "a GPU of its own" in _fails_with_usage(capsys, "demo", "--nproc", "2", "--device", "cuda:1")
+    assert "whole number of at least 1" in _fails_with_usage(capsys, "demo", "--nproc", "0")
+
+
 # -- explain --------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,7 @@ def test_the_parameter_count_is_exact(tied: bool):
 def test_the_presets_are_the_published_sizes():
     assert PRESETS["llama3_8b"].parameters == 8_030_261_248
     assert PRESETS["llama3_70b"].parameters == 70_553_706_496
+    assert PRESETS["llama3_405b"].parameters == 405_853_388_800
     assert 0.9e9 < PRESETS["1b"].parameters < 1.1e9
     with torch.device("meta"):
         block = DecoderBlock(PRESETS["llama3_70b"])

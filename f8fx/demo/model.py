@@ -101,7 +101,7 @@ class DecoderConfig:
 
 #: Sizes by name. ``tiny`` is for tests, ``small`` trains on a laptop's CPU, ``1b`` has about 1e9
 #: parameters in five blocks of Llama-3-8B's widths, so that each matmul is one float8 is meant for.
-#: The last two are the published shapes; benchmarks build one :class:`DecoderBlock` of them.
+#: The last three are the published shapes; benchmarks build one :class:`DecoderBlock` of them.
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         "tiny": DecoderConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=176, max_seq=64),
@@ -124,6 +124,16 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
             heads=64,
             kv_heads=8,
             ffn_dim=28672,
+            max_seq=8192,
+            rope_theta=500_000.0,
+        ),
+        "llama3_405b": DecoderConfig(
+            vocab=128_256,
+            dim=16384,
+            layers=126,
+            heads=128,
+            kv_heads=8,
+            ffn_dim=53248,
             max_seq=8192,
             rope_theta=500_000.0,
         ),

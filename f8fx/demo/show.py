@@ -34,7 +34,7 @@ def introduce(plan: Plan, corpus: Corpus, note: str, console: Console) -> None:
     )
     console.print(
         f"Text: {corpus.files} files, {len(corpus) / 1e6:.1f} MB, from {corpus.root}; "
-        f"{plan.steps} steps of {plan.batch} x {plan.seq} bytes, twice",
+        f"{plan.steps} steps of {plan.ranks * plan.batch} x {plan.seq} bytes, twice",
         highlight=False,
     )
     console.print(f"[yellow]{note}[/yellow]", highlight=False)
@@ -55,11 +55,14 @@ def table(bf16: Run, float8: Run, console: Console) -> None:
     row("tokens/s", (bf16.tokens_per_second, float8.tokens_per_second), ",.0f")
     if bf16.peak_bytes and float8.peak_bytes:
         row("peak memory (GiB)", (bf16.peak_bytes, float8.peak_bytes), ".2f", 2**30)
+    if bf16.gathered_bytes and float8.gathered_bytes:
+        row("gathered (MB/step/rank)", (bf16.gathered_bytes, float8.gathered_bytes), ".3f", 1e6)
     gap, step = largest_difference(bf16, float8)
     console.print()
     console.print(shown)
     console.print(f"\nLargest difference of the losses: {gap:.4f}, at step {step}", highlight=False)
-    console.print(f"Matmuls in float8: {float8.converted} of {float8.total}", highlight=False)
+    shared = "" if float8.gathered_bytes is None else " of the graph that all blocks share"
+    console.print(f"Matmuls in float8: {float8.converted} of {float8.total}{shared}", highlight=False)
     for reason, count in sorted(float8.reasons.items(), key=lambda item: -item[1]):
         console.print(f"  {count:4d} skipped: {reason}", highlight=False, markup=False)
 
@@ -85,6 +88,7 @@ def results(plan: Plan, corpus: Corpus, bf16: Run, float8: Run) -> dict[str, Any
             "select": plan.select,
             "executor": plan.executor,
             "seed": plan.seed,
+            "ranks": plan.ranks,
         },
         "text": {"files": corpus.files, "bytes": len(corpus), "root": str(corpus.root)},
         "largest_difference": {"value": gap, "step": step},

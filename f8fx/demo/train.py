@@ -1,8 +1,8 @@
 """Trains the decoder twice, in bf16 and in float8, from the same weights on the same batches.
 
 Both runs keep float32 parameters and compute under ``torch.autocast`` in bfloat16, the common recipe
-for mixed precision; they differ in the backend given to ``torch.compile`` and in nothing else. On
-CPU float8 arithmetic is emulated by PyTorch and slower than bf16: there the demo is about numerics.
+for mixed precision; they differ in the backend given to ``torch.compile`` and in nothing else. On several
+ranks :mod:`~f8fx.demo.distributed` shards both, and the gathers differ as well. On CPU float8 arithmetic is emulated by PyTorch and slower than bf16: there the demo is about numerics.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from f8fx.demo import data
+from f8fx.demo.distributed import Gathered, Ranks, launched, local_device
 from f8fx.demo.model import Decoder, DecoderConfig
 from f8fx.hardware import Hardware, of_device
 
@@ -50,11 +52,12 @@ class Plan:
     select: str = "all"
     executor: str = "inductor"
     seed: int = 0
+    ranks: int = 1
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in one batch."""
-        return self.batch * self.seq
+        """Tokens in the batches of all ranks."""
+        return self.ranks * self.batch * self.seq
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,12 @@ class Run:
         name: ``"bf16"`` or ``"float8"``.
         losses: one per step, in nats per byte.
         step_ms: wall time of each step; the first ones hold the compilation.
-        tokens_per_step: tokens in one batch.
+        tokens_per_step: tokens in one batch, of all ranks.
         peak_bytes: most CUDA memory allocated at once, ``None`` on CPU.
-        converted, total: matmuls in float8, and all of them, over forward and backward.
+        converted, total: matmuls in float8, and all of them, over forward and backward; on several ranks, of
+            the graph that the blocks share.
         reasons: why the others were skipped -> how many.
+        gathered_bytes: what a rank received in all-gathers in a step, ``None`` on one rank.
     """
 
     name: str
@@ -79,6 +84,7 @@ class Run:
     converted: int = 0
     total: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    gathered_bytes: int | None = None
 
     @property
     def final_loss(self) -> float:
@@ -105,6 +111,7 @@ class Run:
             "median_ms": self.median_ms,
             "tokens_per_second": self.tokens_per_second,
             "peak_bytes": self.peak_bytes,
+            "gathered_bytes": self.gathered_bytes,
             "matmuls": {"converted": self.converted, "total": self.total, "skipped": self.reasons},
             "losses": list(self.losses),
             "step_ms": list(self.step_ms),
@@ -117,10 +124,11 @@ OnStep = Callable[[int, float, float], None]
 
 def train(
     name: str,
-    compiled: Callable[[torch.nn.Module], Callable[..., torch.Tensor]],
+    compiled: Callable[[Decoder], Callable[..., torch.Tensor]],
     plan: Plan,
     batches: Batches,
     on_step: OnStep = lambda step, loss, ms: None,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Trains ``compiled(Decoder(plan.config))`` on ``batches`` with AdamW.
 
@@ -130,6 +138,7 @@ def train(
         plan: sizes, seed and learning rate.
         batches: inputs and targets, each [batch, seq] int64.
         on_step: called after each step with its number, loss and milliseconds.
+        ranks: those that train it together; `compiled` has sharded it.
     """
     cuda = plan.device.type == "cuda"
     if cuda:
@@ -143,23 +152,28 @@ def train(
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, plan.steps))
     losses, times = [], []
+    gathered = Gathered()
     for step, (inputs, targets) in enumerate(batches):
         start = time.perf_counter()
-        with torch.autocast(plan.device.type, torch.bfloat16):
-            logits = step_model(inputs.to(plan.device))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(plan.device).flatten())
-        loss.backward()
+        gathered.bytes = 0
+        with gathered.counting() if ranks else nullcontext():
+            # sharded, the weights are gathered in bfloat16 already
+            with torch.autocast(plan.device.type, torch.bfloat16, enabled=ranks is None):
+                logits = step_model(inputs.to(plan.device))
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(plan.device).flatten())
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         if cuda:
             torch.cuda.synchronize(plan.device)
-        losses.append(loss.item())
+        losses.append(ranks.mean(loss) if ranks else loss.item())
         times.append(1000 * (time.perf_counter() - start))
         on_step(step, losses[-1], times[-1])
     peak = torch.cuda.max_memory_allocated(plan.device) if cuda else None
-    return Run(name, tuple(losses), tuple(times), plan.tokens_per_step, peak)
+    received = gathered.bytes if ranks else None
+    return Run(name, tuple(losses), tuple(times), plan.tokens_per_step, peak, gathered_bytes=received)
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -171,25 +185,36 @@ def _schedule(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
-def compare(plan: Plan, corpus: data.Corpus, progress: Progress) -> tuple[Run, Run]:
+def compare(
+    plan: Plan, corpus: data.Corpus, progress: Progress, ranks: Ranks | None = None
+) -> tuple[Run, Run]:
     """The bf16 run and the float8 run, one after the other, with live progress."""
     from f8fx.backend import f8fx as f8fx_backend
     from f8fx.report import recording
 
-    def run(name: str, backend: Any, task: TaskID, **compile_options: Any) -> Run:
+    seed = plan.seed if ranks is None else plan.seed * ranks.size + ranks.rank
+
+    def run(name: str, backend: Any, task: TaskID, options: dict[str, Any] | None = None) -> Run:
         torch.compiler.reset()
         gc.collect()
         if plan.device.type == "cuda":
             torch.cuda.empty_cache()
         progress.reset(task, status="compiling")
+
+        def compiled(model: Decoder) -> Callable[..., torch.Tensor]:
+            if ranks is not None:
+                return ranks.shard(model, plan, backend, options)
+            return torch.compile(model, backend=backend, options=options)
+
         return train(
             name,
-            lambda model: torch.compile(model, backend=backend, **compile_options),
+            compiled,
             plan,
-            corpus.batches(plan.steps, plan.batch, plan.seq, plan.seed),
+            corpus.batches(plan.steps, plan.batch, plan.seq, seed),
             lambda step, loss, ms: progress.update(
                 task, completed=step + 1, status=f"loss {loss:.4f}  {ms:7.1f} ms/step"
             ),
+            ranks,
         )
 
     tasks = [progress.add_task(name, start=False, total=plan.steps, status="") for name in ("bf16", "float8")]
@@ -228,7 +253,27 @@ def device_note(device: torch.device, hardware: Hardware) -> str:
     return f"{torch.cuda.get_device_name(device)}: float8 tensor cores ({', '.join(hardware.granularities)})."
 
 
-def plan_for(args: argparse.Namespace, device: torch.device, hardware: Hardware) -> Plan:
+def ranks_note(plan: Plan, asked: str | None) -> str:
+    """One sentence on how the ranks work together."""
+    if plan.ranks == 1:
+        return ""
+    backend = "gloo" if plan.device.type == "cpu" else "NCCL"
+    text = f" {plan.ranks} ranks, FSDP2 over {backend}, weights gathered in bf16 and in float8."
+    if plan.executor == "eager" and asked is None:
+        text += (
+            " Graphs run without code generation, as Inductor would take minutes on every rank "
+            "(--executor inductor to have it)."
+        )
+    return text
+
+
+def executor_for(args: argparse.Namespace, device: torch.device) -> str:
+    """The executor asked for; by default Inductor, but on CPU for several ranks."""
+    several = args.nproc is not None or launched()
+    return args.executor or ("eager" if several and device.type == "cpu" else "inductor")
+
+
+def plan_for(args: argparse.Namespace, device: torch.device, hardware: Hardware, ranks: int = 1) -> Plan:
     """The plan that the command line and the device ask for.
 
     On CUDA the ``1b`` model loses blocks until its training state fits in the free memory.
@@ -250,8 +295,9 @@ def plan_for(args: argparse.Namespace, device: torch.device, hardware: Hardware)
         learning_rate=3e-4 if wide else 3e-3,
         recipe=args.recipe,
         select=args.select or ("auto" if large else "all"),
-        executor=args.executor,
+        executor=executor_for(args, device),
         seed=args.seed,
+        ranks=ranks,
     )
 
 
@@ -281,15 +327,24 @@ def main(args: argparse.Namespace) -> int:
         ValueError: for options that fit neither each other nor the machine.
         FileNotFoundError: if this Python has no sources to train on.
     """
+    device = pick_device(args.device)
+    if not launched():
+        return _main(args, device, None)
+    device = local_device(args, device)
+    with Ranks.joined(device) as ranks:
+        return _main(args, device, ranks)
+
+
+def _main(args: argparse.Namespace, device: torch.device, ranks: Ranks | None) -> int:
     from f8fx.demo import show
 
-    device = pick_device(args.device)
     hardware = of_device(device)
-    plan = plan_for(args, device, hardware)
+    plan = plan_for(args, device, hardware, ranks.size if ranks else 1)
+    speaks = ranks is None or ranks.rank == 0
     # With --json only the JSON goes to stdout; the rest is for people and goes to stderr.
-    console = Console(file=sys.stderr if args.json else sys.stdout)
+    console = Console(file=sys.stderr if args.json else sys.stdout, quiet=not speaks)
     corpus = data.load()
-    show.introduce(plan, corpus, device_note(device, hardware), console)
+    show.introduce(plan, corpus, device_note(device, hardware) + ranks_note(plan, args.executor), console)
     columns = (
         TextColumn("{task.description:<7}"),
         BarColumn(),
@@ -298,15 +353,16 @@ def main(args: argparse.Namespace) -> int:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        bf16, float8 = compare(plan, corpus, progress)
-    results = show.results(plan, corpus, bf16, float8)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    show.picture(plan, bf16, float8, args.out / "losses.png")
-    if args.json:
-        print(json.dumps(results, indent=2))
-    else:
-        show.table(bf16, float8, console)
+        bf16, float8 = compare(plan, corpus, progress, ranks)
+    if speaks:
+        results = show.results(plan, corpus, bf16, float8)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        show.picture(plan, bf16, float8, args.out / "losses.png")
+        if args.json:
+            print(json.dumps(results, indent=2))
+        else:
+            show.table(bf16, float8, console)
     console.print(f"Picture and numbers: {args.out / 'losses.png'}, {args.out / 'results.json'}")
     if not all(math.isfinite(loss) for loss in (*bf16.losses, *float8.losses)):
         console.print("[red]A loss is not finite: this run failed.[/red]")

@@ -92,15 +92,9 @@ def enable_float8_all_gather(
     if copies not in ("both", "alternate"):
         raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
     manager = Scales(model, scales)
-    decisions: list[GatherDecision] = []
-    found: list[tuple[_Candidate, tuple[Format, ...]]] = []
-    for candidate in _candidates(model):
-        verdict = _judge(candidate, options)
-        converted = not isinstance(verdict, str)
-        reason = "converted" if not isinstance(verdict, str) else verdict
-        decisions.append(GatherDecision(candidate.fqn, candidate.shape, converted, reason))
-        if not isinstance(verdict, str):
-            found.append((candidate, verdict))
+    judged = judge(model, options)
+    decisions = [verdict.decision for verdict in judged]
+    found = [(verdict.candidate, verdict.formats) for verdict in judged if verdict.formats]
     _agree(decisions, options.recipe, mesh)
     for candidate, formats in found:
         manager.weights.append(_convert(candidate, formats, wire, copies, manager))
@@ -143,11 +137,16 @@ def precompute_scales(model: nn.Module) -> None:
 
 
 @dataclass
-class _Candidate:
-    """A 2-D parameter and everybody who holds it."""
+class Candidate:
+    """A 2-D parameter and everybody who holds it.
+
+    Attributes:
+        split: the parameter stands for a tensor-parallel one, of which a rank holds this part of the rows.
+    """
 
     param: nn.Parameter
     owners: list[tuple[str, nn.Module, str]]
+    split: int = 1
 
     @property
     def fqn(self) -> str:
@@ -160,20 +159,47 @@ class _Candidate:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.local.shape)
+        rows, *rest = self.local.shape
+        return (-(-rows // self.split), *rest)
 
 
-def _candidates(model: nn.Module) -> list[_Candidate]:
-    by_param: dict[int, _Candidate] = {}
+@dataclass(frozen=True)
+class Verdict:
+    """A 2-D parameter and the formats it is gathered in, none if it stays as it is."""
+
+    candidate: Candidate
+    formats: tuple[Format, ...]
+    decision: GatherDecision
+
+
+def judge(model: nn.Module, options: Options, split: int = 1) -> list[Verdict]:
+    """Which weights are gathered in float8: what :func:`enable_float8_all_gather` does and `explain` predicts.
+
+    Args:
+        split: see :class:`Candidate`; of parameters that are no DTensors.
+    """
+    judged: list[Verdict] = []
+    for candidate in _candidates(model, split):
+        formats = _judge(candidate, options)
+        reason = formats if isinstance(formats, str) else "converted"
+        kept = () if isinstance(formats, str) else formats
+        decision = GatherDecision(candidate.fqn, candidate.shape, bool(kept), reason)
+        judged.append(Verdict(candidate, kept, decision))
+    return judged
+
+
+def _candidates(model: nn.Module, split: int = 1) -> list[Candidate]:
+    by_param: dict[int, Candidate] = {}
     for module_fqn, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param.dim() == 2:
-                candidate = by_param.setdefault(id(param), _Candidate(param, []))
+                parts = 1 if isinstance(param, DTensor) else split
+                candidate = by_param.setdefault(id(param), Candidate(param, [], parts))
                 candidate.owners.append((module_fqn, module, name))
     return list(by_param.values())
 
 
-def _judge(candidate: _Candidate, options: Options) -> tuple[Format, ...] | str:
+def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
     """The formats to gather a parameter in, or why it stays as it is."""
     local = candidate.local
     if isinstance(local, Float8Shard):
@@ -199,7 +225,7 @@ def _judge(candidate: _Candidate, options: Options) -> tuple[Format, ...] | str:
         return f"{str(local.dtype).removeprefix('torch.')} weight"
     if not local.is_contiguous():
         return "not contiguous"
-    if not local.numel() or any(size % _ALIGNMENT for size in local.shape):
+    if not local.numel() or any(size % _ALIGNMENT for size in candidate.shape):
         return f"not a multiple of {_ALIGNMENT}"
     chosen = options.target or hardware.of_device(_device(local))
     if not chosen.float8_dtypes:
@@ -229,7 +255,7 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 def _convert(
-    candidate: _Candidate, formats: tuple[Format, ...], wire: str, copies: str, manager: Scales
+    candidate: Candidate, formats: tuple[Format, ...], wire: str, copies: str, manager: Scales
 ) -> WeightScales:
     param = candidate.param
     before: dict[str, Any] = {}

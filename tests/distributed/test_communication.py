@@ -1,0 +1,69 @@
+"""What is really sent under FSDP2 is what :mod:`f8fx.communication` predicts: every byte of every collective."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from f8fx.communication import Sharded, World
+from f8fx.options import Options
+from tests.distributed.harness import run_checks
+from tests.distributed.models import Net, Setup, batch, collectives, loss_of, world_mesh
+from tests.helpers import bf16
+
+NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
+
+def measured(setup: Setup, dtype: torch.dtype = bf16) -> Counter[tuple[str, int]]:
+    """Collective and bytes that this rank hands in, of a step that is not the first."""
+    model = setup.build()
+    for step in range(2):
+        with collectives() as sent:
+            loss_of(model(batch(step).to(dtype))).backward()
+    return Counter((NAMES.get(c.op, c.op).replace("_into_tensor", ""), c.bytes) for c in sent)
+
+
+def predicted(setup: Setup, float8: bool, **policy: torch.dtype) -> Counter[tuple[str, int]]:
+    """The same, from shapes."""
+    with torch.device("meta"):
+        model = Net(**setup.net).to(setup.dtype)
+    options = Options.parse({"recipe": setup.recipe, "filter_fqns": ["head"], "target": "cpu"})
+    calls = Sharded.of(model, World(dist.get_world_size()), options, **policy).calls(
+        float8, copies=setup.enable.get("copies", "both")
+    )
+    return Counter((call.op, sum(call.bytes.values())) for call in calls)
+
+
+def compare(recipe: str, dtype: torch.dtype = bf16, enable=None, shard=None, **policy: torch.dtype) -> None:
+    for float8 in (False, True):
+        setup = Setup(
+            recipe, world_mesh(), float8, dtype, shard=shard or {}, enable=(enable or {}) if float8 else {}
+        )
+        real, model = measured(setup, dtype), predicted(setup, float8, **policy)
+        assert real == model, (recipe, enable, float8, real - model, model - real)
+        assert sum(real.values()) == 2 * 2 + 1 + 3 + float8
+
+
+def tensorwise():
+    compare("tensorwise")
+
+
+def rowwise():
+    compare("rowwise")
+    compare("rowwise", enable={"copies": "alternate"})
+    compare("rowwise_with_gw_hp", enable={"copies": "alternate"})
+
+
+def mixed_precision():
+    policy = {"param_dtype": bf16, "reduce_dtype": torch.float32}
+    compare("tensorwise", torch.float32, shard={"mp_policy": MixedPrecisionPolicy(**policy)}, **policy)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_prediction_is_exact(world: int):
+    """On 3 ranks no size divides evenly, so padding travels too."""
+    run_checks(world, [tensorwise, rowwise, mixed_precision])

@@ -1,0 +1,204 @@
+"""What a step under FSDP2 sends, by hand; :mod:`tests.distributed.test_communication` compares it with real runs."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import f8fx
+from f8fx.cli import main
+from f8fx.communication import Call, Communication, World, predict
+from f8fx.demo.model import Decoder, DecoderConfig
+from f8fx.explanation import Explanation
+from f8fx.hardware import INTERCONNECTS
+from f8fx.options import Options
+
+
+class Net(nn.Module):
+    """One block with a matrix [64, 32] and a bias [64], and a head that is filtered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(32, 64)])
+        self.head = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x):
+        return self.head(self.blocks[0](x))
+
+
+def net() -> Net:
+    with torch.device("meta"):
+        return Net().bfloat16()
+
+
+def options(recipe: str = "tensorwise", **more) -> Options:
+    return Options.parse({"recipe": recipe, "target": "h100", "filter_fqns": ["head"], **more})
+
+
+def sent(c: Communication) -> list[tuple[str, str, str, int, int]]:
+    return [tuple(row) for row in c.rows]  # type: ignore[misc]
+
+
+def test_every_byte_of_a_small_model():
+    """On 4 ranks a ring sends 3 of 4 parts: of 2048 + 64 elements of the block, and of 1024 of the head."""
+    assert sent(predict(net(), 4, options())) == [
+        # the block's twice, the head's, which is the root's, once; two bytes an element
+        ("all_gather", "weights", "bfloat16", (2 * 2112 + 1024) * 2 * 3 // 4, (2 * 64 + 1024) * 2 * 3 // 4),
+        ("all_gather", "weights", "float8_e4m3fn", 0, 2 * 2048 * 3 // 4),
+        ("reduce_scatter", "gradients", "bfloat16", 3136 * 2 * 3 // 4, 3136 * 2 * 3 // 4),
+        ("all_reduce", "amaxes", "float32", 0, 2 * 4 * 3 // 4),
+    ]
+
+
+def test_without_a_backward_weights_are_gathered_once():
+    c = predict(net(), 4, options(), training=False)
+    assert sent(c)[:2] == [
+        ("all_gather", "weights", "bfloat16", 3136 * 2 * 3 // 4, (64 + 1024) * 2 * 3 // 4),
+        ("all_gather", "weights", "float8_e4m3fn", 0, 2048 * 3 // 4),
+    ]
+    assert len(c.rows) == 3
+
+
+def test_rowwise_sends_both_copies_or_each_in_its_half():
+    sizes = {}
+    for copies in ("both", "alternate"):
+        c = predict(net(), 2, options("rowwise"), copies=copies)  # type: ignore[arg-type]
+        assert c.doubled == (copies == "both")
+        sizes[copies] = next(row[4] for row in c.rows if row[2] == "float8_e4m3fn")
+        # an amax for each row and each column
+        assert c.rows[-1] == ("all_reduce", "amaxes", "float32", 0, 4 * (64 + 32))
+    assert sizes == {"both": 2 * 2 * 2048 // 2, "alternate": 2 * 2048 // 2}
+
+
+def test_shards_that_are_not_even_carry_padding():
+    (weights, *_) = predict(net(), 3, options()).high
+    shard = 22 * 32 + 22  # 64 rows on 3 ranks
+    assert weights.input_bytes == (2 * shard + 6 * 64) * 2
+
+
+def test_a_lone_block_is_one_of_a_larger_model():
+    with torch.device("meta"):
+        c = predict(nn.Linear(32, 64, bias=False).bfloat16(), 2, options())
+    assert c.high[0].calls == 2 and c.high[0].input_bytes == 2 * 1024 * 2
+
+
+def test_frozen_weights_have_no_gradients_to_reduce():
+    model = net()
+    model.blocks[0].weight.requires_grad_(False)
+    c = predict(model, 2, options())
+    assert next(row for row in c.rows if row[0] == "reduce_scatter")[3] == (64 + 1024) * 2 // 2
+
+
+def test_mixed_precision_gathers_and_reduces_in_its_dtypes():
+    c = predict(net().float(), 2, options(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert [row[2] for row in c.rows] == ["bfloat16", "float8_e4m3fn", "float32", "float32"]
+
+
+def test_tensor_parallelism_divides_the_matrices():
+    whole, split = (predict(net(), world, options()) for world in ("2", "2x2"))
+    assert whole.gathers[0].shape == (64, 32) and split.gathers[0].shape == (32, 32)
+    # the bias stays whole
+    assert whole.high[0].input_bytes == (2 * 2112 + 1024) and split.high[0].input_bytes == (2 * 1088 + 512)
+    assert predict(net(), "2x8", options()).gathers[0].reason == "not a multiple of 16"
+
+
+def test_one_rank_sends_nothing():
+    c = predict(net(), 1, options(), interconnect=INTERCONNECTS["h100"])
+    assert c.rows == [] and c.high_bytes == 0 and c.high_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "world"),
+    [
+        (8, World(8)),
+        ("8", World(8)),
+        ("8x4", World(8, 4)),
+        ("fsdp=8,tp=4", World(8, 4)),
+        ("fsdp=2", World(2)),
+    ],
+)
+def test_worlds(text, world: World):
+    assert World.parse(text) == world
+
+
+@pytest.mark.parametrize("text", ["0", "eight", "8x", "tp=4", "8x4x2", -1])
+def test_worlds_that_cannot_be(text):
+    with pytest.raises(ValueError, match="world"):
+        World.parse(text)
+
+
+# -- seconds --------------------------------------------------------------------------------------
+
+
+def test_seconds_are_bytes_over_the_narrowest_link_and_the_hops():
+    h100 = INTERCONNECTS["h100"]
+
+    def seconds(ranks: int, tp: int = 1, op: str = "all_gather") -> float:
+        return Call(op, "weights", "", False, ranks, {"bfloat16": 10**9}).seconds(h100, tp)  # type: ignore[arg-type]
+
+    assert seconds(8) == pytest.approx(8.4e-6 + 7 * (3.4e-6 + 1e9 / 450e9))
+    # two nodes: eight ports of 50 GB/s are narrower than NVLink
+    assert seconds(16) == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6 + 15e9 / 400e9)
+    # tensor parallelism fills the node: every hop is over one port
+    assert seconds(2, tp=8) == pytest.approx(8.4e-6 + 14e-6 + 1e9 / 50e9)
+
+
+@pytest.mark.parametrize("name", INTERCONNECTS)
+def test_interconnects_have_sources(name: str):
+    cluster = INTERCONNECTS[name]
+    assert cluster.name == name
+    assert (
+        cluster.network_bandwidth < cluster.link_bandwidth and cluster.link_latency < cluster.network_latency
+    )
+    assert {"link_bandwidth", "network_bandwidth", "link_latency"} <= set(cluster.sources)
+
+
+# -- in `explain` ---------------------------------------------------------------------------------
+
+
+def tiny() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.named("tiny")).bfloat16()
+        return model, (torch.zeros(2, 16, dtype=torch.long),)
+
+
+def test_explain_shows_the_wire_everywhere():
+    model, args = tiny()
+    e = f8fx.explain(model, *args, world=8, filter_fqns=["output"])
+    c = e.communication
+    assert c is not None and c.training and c.converted == 14 and c.interconnect == "h100"
+    assert c.float8_bytes < c.high_bytes and c.float8_seconds and c.high_seconds
+    assert Explanation.from_dict(json.loads(e.to_json())) == e
+    assert e.to_dict()["communication"]["totals"]["high_bytes"] == c.high_bytes
+    text = io.StringIO()
+    e.print(text)
+    for shown in ("each rank of 8", "reduce_scatter", "float8_e4m3fn", "ring formula", "predicted time"):
+        assert shown in text.getvalue()
+    page = e.to_html()
+    assert 'id="wire"' in page and "reduce_scatter" in page
+
+
+def test_without_a_world_there_is_no_wire():
+    model, args = tiny()
+    e = f8fx.explain(model, *args)
+    assert e.communication is None and e.to_dict()["communication"] is None
+    assert "wire" not in e.to_html()
+
+
+def test_a_world_needs_a_module():
+    with pytest.raises(TypeError, match="model must be a module"):
+        f8fx.explain(lambda x: x, torch.ones(2), world=2)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]):
+    spec = "tests.test_communication:tiny"
+    assert main(["explain", spec, "--world", "8x4", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["communication"]["tp"] == 4
+    assert main(["explain", spec, "--mesh", "fsdp=8", "--recipe", "rowwise", "--copies", "alternate"]) == 0
+    assert "each rank of 8" in capsys.readouterr().out
+    assert main(["explain", spec, "--world", "many"]) == 2
+    assert "world must be like 8, 8x4" in capsys.readouterr().err
