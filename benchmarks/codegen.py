@@ -3,7 +3,8 @@
 A graph is traced and rewritten on whatever device there is, split by the partitioner, retraced on
 fake CUDA tensors and lowered by Inductor's scheduler and Triton code generator under a stand-in for
 the device. Nothing is compiled or run. What comes out is the list of kernels with the bytes that each has
-to move at least: tensors read once, tensors written once.
+to move at least: tensors read once, tensors written once; and what the generated code moves beyond that
+(:mod:`benchmarks.rereads`).
 
 Private interfaces of torch 2.11, 2.13 and 2.15, used here for measuring and testing only, never by f8fx.
 """
@@ -25,11 +26,13 @@ from f8fx.options import Options
 from f8fx.torch_private import fake_tensor_mode
 from f8fx.tuning import tuning
 
+from .rereads import L2_BYTES, PROCESSORS, Tensor, reread_bytes, strided_bytes
+
 _H100 = types.SimpleNamespace(
     name="NVIDIA H100",
     major=9,
     minor=0,
-    multi_processor_count=132,
+    multi_processor_count=PROCESSORS,
     total_memory=80 << 30,
     regs_per_multiprocessor=65536,
     max_threads_per_multi_processor=2048,
@@ -38,7 +41,7 @@ _H100 = types.SimpleNamespace(
     shared_memory_per_block_optin=232448,
     shared_memory_per_multiprocessor=233472,
     shared_memory_per_block=49152,
-    L2_cache_size=50 << 20,
+    L2_cache_size=L2_BYTES,
     is_integrated=0,
     is_multi_gpu_board=0,
     gcnArchName="",
@@ -48,10 +51,19 @@ _H100 = types.SimpleNamespace(
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: its name in the generated code, ``gemm`` or ``other`` extern, least bytes moved."""
+    """One launch.
+
+    Attributes:
+        name: the library's, or ``triton_`` and the operators it was generated from.
+        bytes: moved at least: every tensor read or written once.
+        reread: read again, and no longer in the cache.
+        strided: of the bytes written, those that a reduction stores transposed.
+    """
 
     name: str
     bytes: int
+    reread: int = 0
+    strided: int = 0
 
     @property
     def is_triton(self) -> bool:
@@ -121,29 +133,52 @@ def halves(
     model: Callable[..., Any], *args: Any, float8: bool = True, **options: Any
 ) -> tuple[list[fx.GraphModule], int]:
     """Forward and backward graph of a model after the passes (or without), and bytes saved between them."""
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
     parsed = Options.parse({"select": "all", "target": "h100", **options})
     pipeline = parsed.pipeline(rowwise_scales=lambda device: parsed.rowwise_scales or "in_gemm")
     found: list[fx.GraphModule] = []
+    saved = 0
 
     def transform(graph: fx.Graph) -> None:
         if float8:
             pipeline(graph)
+        # as in Inductor's joint passes: an alias would be one more thing that the partitioner can save
+        remove_noop_ops(graph)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        nonlocal saved
         executor.compile_eager(gm, inputs, transform, lambda *graphs: found.extend(graphs), save=parsed.save)
+        parameters = [index for index, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
+        (output,) = gm.graph.find_nodes(op="output")
+        saved = saved_bytes(found[0], len(output.args[0]), parameters)
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend, fullgraph=True)(*args)
-    return found, saved_bytes(found[0])
+    return found, saved
 
 
-def saved_bytes(forward: fx.GraphModule) -> int:
-    """Bytes of the forward's outputs for the backward that are none of its inputs."""
-    inputs = set(forward.graph.find_nodes(op="placeholder"))
+def saved_bytes(forward: fx.GraphModule, outputs: int, parameters: Sequence[int]) -> int:
+    """Bytes kept from forward to backward: inputs and intermediates, no parameters, nothing twice.
+
+    Args:
+        outputs: how many of the forward's outputs are the model's; the others are kept.
+        parameters: positions of those inputs that are there anyway.
+    """
+    inputs = forward.graph.find_nodes(op="placeholder")
     (output,) = forward.graph.find_nodes(op="output")
-    values = [n.meta["val"] for n in output.args[0][1:] if isinstance(n, fx.Node) and n not in inputs]
-    return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
+    free = {_storage(inputs[index].meta["val"]) for index in parameters}
+    kept = {}
+    for node in output.args[0][outputs:]:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, torch.Tensor) and _storage(value) not in free:
+            kept[_storage(value)] = value.untyped_storage().nbytes()
+    return sum(kept.values())
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
 
 
 def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
@@ -162,13 +197,54 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
     with V.set_fake_mode(mode), config.patch(patches):
         _recursive_post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)
-        with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
+        with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), _recorded() as sources:
             lowering.run(*inputs)
             code = lowering.codegen()[0]
-            # Inductor counts 4-byte words; views and other nodes that run nothing have no name here
-            counted = [(_name(node), 4 * words) for node, words in lowering.count_bytes()[1]]
-    kernels = tuple(Kernel(name, moved) for name, moved in counted if name)
+            # Inductor counts 4-byte words
+            counted = [(node, 4 * words) for node, words in lowering.count_bytes()[1]]
+            kernels = tuple(_kernel(lowering, node, moved, sources) for node, moved in counted if _name(node))
     return Generated(kernels, code if isinstance(code, str) else code.value)
+
+
+#: Text and kernel object of what was generated for a scheduler node, by its name.
+_Sources = dict[str, list[tuple[str, Any]]]
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[_Sources]:
+    """Keeps the text of every Triton kernel that is generated in the block."""
+    from torch._inductor.codegen.triton import TritonScheduling
+
+    define, sources = TritonScheduling.define_kernel, _Sources()
+
+    def defining(self: Any, source: str, nodes: Sequence[Any], kernel: Any) -> Any:
+        for node in nodes:
+            if hasattr(node, "get_name"):
+                sources.setdefault(node.get_name(), []).append((source, kernel))
+        return define(self, source, nodes, kernel)
+
+    with mock.patch.object(TritonScheduling, "define_kernel", defining):
+        yield sources
+
+
+def _kernel(lowering: Any, node: Any, moved: int, sources: _Sources) -> Kernel:
+    """A scheduler node as it is in the generated code."""
+    if node.is_extern():
+        return Kernel(_name(node), moved)
+    touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    names = (node.get_name(), *(part.get_name() for part in node.get_nodes()))
+    reread = strided = 0
+    # a combo kernel of many parts is several kernels
+    for source, kernel in next((sources[name] for name in names if name in sources), []):
+        tensors = {}
+        for buffers in (kernel.args.input_buffers, kernel.args.output_buffers, kernel.args.inplace_buffers):
+            for name, argument in buffers.items():
+                if name in touched:
+                    itemsize = lowering.get_dtype(name).itemsize
+                    tensors[getattr(argument, "inner_name", argument)] = Tensor(touched[name], itemsize)
+        reread += reread_bytes(source, tensors)
+        strided += strided_bytes(source, tensors)
+    return Kernel(_name(node), moved, reread, strided)
 
 
 def _name(node: Any) -> str:

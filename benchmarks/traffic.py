@@ -1,79 +1,143 @@
-"""Memory traffic and launches of a Llama-3-8B block, counted without a GPU: ``python -m benchmarks.traffic``.
+"""Memory traffic and launches of a block, counted without a GPU: ``python -m benchmarks.traffic``.
 
-One forward and backward at batch 1 and 8192 tokens, as Inductor would run it on an H100: kernels, the least bytes
-they move outside the gemms, bytes saved for the backward, gemm launches; bf16 against every recipe.
-Counted, not measured: times are for :mod:`benchmarks.gpu`.
+One forward and backward at batch 1 and 8192 tokens, as Inductor would run it on an H100; bf16 against every recipe.
+Of the kernels beside the gemms: how many, the bytes they move when every tensor is read once (``GB``) and with
+what looped reductions read again (``est GB``, :mod:`benchmarks.rereads`), bytes that reductions store
+transposed (``strided``), and the floor worked out by hand (:mod:`benchmarks.floor`). Then bytes saved for the
+backward, parameters not counted, and gemm launches. Counted, not measured: times are for :mod:`benchmarks.gpu`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.codegen import generate, h100, halves
-from f8fx.demo.examples import llama3_8b
 from f8fx.recipe import PRESETS
 
-#: (label, options); ``None`` is the graph without f8fx.
-CASES: tuple[tuple[str, dict[str, Any] | None], ...] = (
-    ("bf16", None),
-    *((f"{name}, lean", {"recipe": name}) for name in PRESETS),
-    *((f"{name}, fast", {"recipe": name, "save": "fast"}) for name in PRESETS),
-)
+from . import floor
+from .blocks import block
+from .codegen import generate, h100, halves
+from .common import Grid, version_of
+from .floor import Save
+
+MODELS = ("llama", "mlp", "norm_linear")
+SAVES: tuple[Save, ...] = ("lean", "fast")
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The causal flash kernel that CUDA would choose, as one opaque operator."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+@dataclass(frozen=True)
+class Case:
+    """A recipe (``None``: without f8fx) and what it saves."""
+
+    recipe: str | None
+    save: Save = "lean"
+
+    @property
+    def label(self) -> str:
+        return "bf16" if self.recipe is None else f"{self.recipe}, {self.save}"
 
 
-def count(model: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any] | None) -> dict[str, Any]:
+CASES = (Case(None), *(Case(recipe, save) for save in SAVES for recipe in PRESETS))
+
+#: What the Llama block is to reach at 8192 tokens, each at most: est bytes, kernels, saved bytes, gemms.
+GOALS: dict[str, dict[str, float]] = {
+    "tensorwise, lean": {"est_bytes": 7.4e9, "triton_kernels": 30, "saved_bytes": 777.2e6, "gemms": 12},
+    "tensorwise, fast": {"est_bytes": 6.9e9, "saved_bytes": 1000e6, "gemms": 12},
+    "rowwise, lean": {"est_bytes": 7.4e9, "triton_kernels": 30, "saved_bytes": 777.2e6, "gemms": 12},
+    "rowwise, fast": {"est_bytes": 6.9e9, "gemms": 12},
+    "rowwise_with_gw_hp, lean": {"est_bytes": 5.6e9, "triton_kernels": 25, "saved_bytes": 1146.2e6},
+}
+_GOAL_TOKENS = 8192
+
+
+def count(model: nn.Module, args: tuple[Tensor, ...], case: Case) -> dict[str, int]:
     """Kernels and bytes of forward and backward of a model on the meta device."""
-    with mock.patch.object(F, "scaled_dot_product_attention", _flash):
-        graphs, saved = halves(model, *args, float8=options is not None, **(options or {}))
+    options: dict[str, Any] = {} if case.recipe is None else {"recipe": case.recipe, "save": case.save}
+    graphs, saved = halves(model, *args, float8=case.recipe is not None, **options)
     with h100():
         generated = [generate(graph, backward) for graph, backward in zip(graphs, (False, True), strict=True)]
     triton = [kernel for half in generated for kernel in half.triton]
     names = [kernel.name for half in generated for kernel in half.kernels]
+    least = sum(kernel.bytes for kernel in triton)
     return {
         "triton_kernels": len(triton),
-        "bytes": sum(kernel.bytes for kernel in triton),
+        "bytes": least,
+        "est_bytes": least + sum(kernel.reread for kernel in triton),
+        "strided_bytes": sum(kernel.strided for kernel in triton),
         "saved_bytes": saved,
         "gemms": sum(name.rpartition(".")[2] in ("mm", "addmm", "_scaled_mm") for name in names),
     }
 
 
+def measure(model: str, tokens: int, cases: Sequence[Case] = CASES) -> dict[str, dict[str, Any]]:
+    """The figures of every case, by its label, with floor and goals."""
+    rows: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        rows[case.label] = {
+            **count(*block(model, tokens), case),
+            "floor_bytes": floor.total(model, tokens, case.recipe, case.save),
+            "goals": goals(model, tokens, case),
+        }
+    return rows
+
+
+def goals(model: str, tokens: int, case: Case) -> dict[str, float]:
+    """What a case is to reach; empty where nothing was set."""
+    return GOALS.get(case.label, {}) if (model, tokens) == ("llama", _GOAL_TOKENS) else {}
+
+
+def grid(model: str, tokens: int, rows: dict[str, dict[str, Any]]) -> Grid:
+    """The table; behind a figure its goal."""
+    columns = (
+        ("Triton kernels", "triton_kernels", 1, "d"),
+        ("GB", "bytes", 1e9, ".2f"),
+        ("est GB", "est_bytes", 1e9, ".2f"),
+        ("strided GB", "strided_bytes", 1e9, ".2f"),
+        ("floor GB", "floor_bytes", 1e9, ".2f"),
+        ("saved MB", "saved_bytes", 1e6, ".0f"),
+        ("gemms", "gemms", 1, "d"),
+    )
+
+    def cell(row: dict[str, Any], key: str, unit: float, spec: str) -> str:
+        def show(value: float) -> str:
+            return format(value if spec == "d" else value / unit, spec)
+
+        goal = row["goals"].get(key)
+        return show(row[key]) + (f" (<= {show(goal)})" if goal is not None else "")
+
+    return Grid(
+        f"{model}, 1 x {tokens} tokens, forward and backward on an H100 (<= goal)",
+        ("", *(column[0] for column in columns)),
+        tuple((label, *(cell(row, *column[1:]) for column in columns)) for label, row in rows.items()),
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; ``--json FILE`` keeps the figures."""
-    parser = argparse.ArgumentParser(prog="benchmarks.traffic", description=__doc__)
-    parser.add_argument("--sequence", type=int, default=8192, help="tokens (default 8192)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="llama", help="the block (default llama)")
+    parser.add_argument("--sequence", type=int, default=_GOAL_TOKENS, help="tokens (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON")
     args = parser.parse_args(argv)
-    table = Table(title=f"Llama-3-8B block, 1 x {args.sequence} tokens, forward and backward on an H100")
-    for column in ("", "Triton kernels", "least GB they move", "saved MB", "gemms"):
-        table.add_column(column, justify="right" if column else "left")
-    rows = {}
-    for label, options in CASES:
-        row = rows[label] = count(*llama3_8b(args.sequence), options)
-        table.add_row(
-            label,
-            str(row["triton_kernels"]),
-            f"{row['bytes'] / 1e9:.2f}",
-            f"{row['saved_bytes'] / 1e6:.0f}",
-            str(row["gemms"]),
-        )
-    Console().print(table)
+    rows = measure(args.model, args.sequence)
+    grid(args.model, args.sequence, rows).print()
     if args.json:
-        Path(args.json).write_text(json.dumps({"sequence": args.sequence, "rows": rows}, indent=2) + "\n")
+        result = {
+            "model": args.model,
+            "sequence": args.sequence,
+            "torch": str(torch.__version__),
+            "f8fx": version_of("f8fx"),
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 

@@ -323,7 +323,7 @@ def test_a_part_that_takes_too_long_is_stopped(monkeypatch):
     assert row["seconds"] < 20
 
 
-@pytest.mark.parametrize("name", ["comm", "linear_sweep", "report"])
+@pytest.mark.parametrize("name", ["comm", "linear_sweep", "report", "traffic"])
 def test_the_commands_start(name):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 
+from f8fx.tuning import tuning
 from tests.helpers import bf16
 
 pytest.importorskip("triton")
@@ -35,13 +38,86 @@ class SwiGlu(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def generated(module, *shapes, **options):
+class NormLinearSigmoid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4096), nn.Linear(4096, 4096)
+
+    def forward(self, x):
+        return torch.sigmoid(self.linear(self.norm(x)))
+
+
+class GateUp(nn.Module):
+    """Two layers that read one input; at 64 tokens their weights are the largest tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(4096, 8192, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+class QueryKeyValue(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4096, n, bias=False) for n in (4096, 1024, 1024))
+
+    def forward(self, x):
+        return F.silu(self.q(x)), F.silu(self.k(x)), F.silu(self.v(x))
+
+
+class Matmuls(nn.Module):
+    """With reductions of equal depth, which combo kernels would make fewer launches of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x):
+        return [torch.tanh(layer(x)).amax(-1) * layer.weight.amax() for layer in self.layers]
+
+
+def traced(module, *shapes, **options):
     with torch.device("meta"):
         model = module().to(bf16)
         inputs = [torch.empty(*shape, dtype=bf16, requires_grad=True) for shape in shapes]
-    graphs, _ = codegen.halves(model, *inputs, **options)
+    return codegen.halves(model, *inputs, **options)
+
+
+def generated(module, *shapes, **options):
+    return lowered(traced(module, *shapes, **options)[0])
+
+
+def lowered(graphs):
     with codegen.h100():
         return [codegen.generate(g, backward) for g, backward in zip(graphs, (False, True), strict=True)]
+
+
+def weights_of(module):
+    """Elements of all weights of a module's layers."""
+    with torch.device("meta"):
+        return sum(layer.weight.numel() for layer in module().children())
+
+
+def weight_loads(graph, half):
+    """How often each weight is read by the text of the kernels that are launched."""
+    values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    weights = [f"arg{index}_1" for index, value in enumerate(values) if is_weight(value)]
+    sources = dict(
+        re.findall(r"^(triton_\w+) = async_compile.triton\('\w+', '{3}\n(.*?)^'{3}", half.code, re.M | re.S)
+    )
+    counted = dict.fromkeys(weights, 0)
+    for kernel, arguments in re.findall(r"^ +(triton_\w+)\.run\((.*?), stream=", half.code, re.M):
+        parameters = re.search(r"^def \w+\(([^)]*)\)", sources[kernel], re.M)[1].split(", ")
+        for parameter, argument in zip(parameters, arguments.split(", "), strict=False):
+            if argument in counted:
+                counted[argument] += len(re.findall(rf"tl\.load\({parameter} \+", sources[kernel]))
+    return list(counted.values())
+
+
+def is_weight(value):
+    return value.dtype == bf16 and value.dim() == 2 and value.shape[0] > 64 and value.shape[1] == 4096
 
 
 def listed(halves):
@@ -79,6 +155,47 @@ def test_padding_is_generated_too():
     for recipe in ("tensorwise", "rowwise"):
         forward, backward = generated(Odd, (1001, 1000), recipe=recipe)
         assert forward.code.count("_scaled_mm(") == 1 and backward.code.count("_scaled_mm(") == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("module, layers", [(GateUp, 2), (QueryKeyValue, 3)])
+def test_merged_layers_read_each_weight_once_per_cast_and_fill_one_buffer(module, layers, recipe):
+    graphs, _ = traced(module, (64, 4096), recipe=recipe)
+    forward, backward = lowered(graphs)
+    size = weights_of(module)
+    assert forward.code.count("_scaled_mm(") == 1 and backward.code.count("_scaled_mm(") == 2
+    # once for the amax and once for the cast; the backward has the tensorwise scale already
+    assert weight_loads(graphs[0], forward) == [2] * layers
+    assert weight_loads(graphs[1], backward) == [1 if recipe == "tensorwise" else 2] * layers
+    # the casts write the gemm's one operand: nothing of its size is moved by any other kernel
+    buffers = (
+        (forward, f"({size // 4096}, 4096), (4096, 1)"),
+        (backward, f"(4096, {size // 4096}), ({size // 4096}, 1)"),
+    )
+    for half, layout in buffers:
+        assert half.code.count(f"({layout}, torch.float8_e4m3fn)") == 1
+        others = [k for k in half.triton if not any(word in k.name for word in ("amax", "quantize"))]
+        assert all(kernel.bytes < size for kernel in others), others
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("module", [GateUp, QueryKeyValue])
+def test_fast_saves_the_transposed_weights_more(module, recipe):
+    """One byte an element, give or take scales: one of 4 bytes, or one for each of the 4096 rows of the copy."""
+    lean, fast = (traced(module, (64, 4096), recipe=recipe, save=save)[1] for save in ("lean", "fast"))
+    assert abs(fast - lean - weights_of(module)) <= 4 * 4096
+
+
+def test_a_graph_in_which_nothing_was_converted_is_compiled_as_by_plain_inductor():
+    plain = generated(Matmuls, (512, 256), float8=False)
+    skipped = generated(Matmuls, (512, 256), only_fqns=["none"])
+    for ours, inductors in zip(skipped, plain, strict=True):
+        assert ours.kernels == inductors.kernels
+        assert ours.code == inductors.code
+    # and with the options for rewritten graphs it would not be
+    with torch._inductor.config.patch(tuning({})):
+        tuned = generated(Matmuls, (512, 256), float8=False)
+    assert len(tuned[0].triton) < len(plain[0].triton)
 
 
 @pytest.mark.skipif(not LISTED, reason="the lists below are those of torch 2.13")
@@ -140,4 +257,117 @@ backward:
    117.4 MB  extern_kernels._scaled_mm
    369.1 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize_sigmoid_sub
    100.7 MB  extern_kernels._scaled_mm""",
+        )
+
+    def test_norm_linear_rowwise_with_gw_hp(self):
+        self.assertExpectedInline(
+            listed(generated(NormLinear, (8192, 4096), recipe="rowwise_with_gw_hp")),
+            """\
+forward:
+   218.3 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
+   117.5 MB  extern_kernels._scaled_mm
+backward:
+   134.3 MB  triton_amax_quantize_reciprocal_scale
+       tiny  triton__scaled_mm_amax_as_strided_clone_expand_permute_reciprocal_scale_view
+    50.3 MB  triton_quantize
+   117.5 MB  extern_kernels._scaled_mm
+   201.9 MB  triton_convert_element_type_div_mul_sub_sum
+     0.5 MB  triton_convert_element_type_mul_sum
+   167.8 MB  extern_kernels.mm""",
+        )
+
+    def test_swiglu_linear_rowwise(self):
+        self.assertExpectedInline(
+            listed(generated(SwiGlu, (8192, 4096), (8192, 4096), recipe="rowwise")),
+            """\
+forward:
+   218.3 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
+   117.5 MB  extern_kernels._scaled_mm
+backward:
+   236.5 MB  triton_add_amax_convert_element_type_div_exp_mul_neg
+     1.7 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_reciprocal_scale
+   184.7 MB  triton_amax_quantize_quantize_both_reciprocal_scale
+   117.5 MB  extern_kernels._scaled_mm
+   369.1 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize_sigmoid_sub
+   100.7 MB  extern_kernels._scaled_mm""",
+        )
+
+    def test_swiglu_linear_rowwise_with_gw_hp(self):
+        self.assertExpectedInline(
+            listed(generated(SwiGlu, (8192, 4096), (8192, 4096), recipe="rowwise_with_gw_hp")),
+            """\
+forward:
+   285.4 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
+   117.5 MB  extern_kernels._scaled_mm
+backward:
+   167.8 MB  extern_kernels.mm
+   134.3 MB  triton_amax_quantize_reciprocal_scale
+       tiny  triton__scaled_mm_amax_as_strided_clone_expand_permute_reciprocal_scale_view
+    50.3 MB  triton_quantize
+   117.5 MB  extern_kernels._scaled_mm
+   335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub""",
+        )
+
+    def test_norm_linear_sigmoid_tensorwise(self):
+        self.assertExpectedInline(
+            listed(generated(NormLinearSigmoid, (8192, 4096), recipe="tensorwise")),
+            """\
+forward:
+   167.9 MB  triton_add_amax_convert_element_type_mul_rsqrt_sub_var_mean
+       tiny  triton_amax_reciprocal_scale
+   151.0 MB  triton_quantize
+   117.4 MB  extern_kernels._scaled_mm
+   134.2 MB  triton_add_sigmoid
+backward:
+   134.8 MB  triton_amax_convert_element_type_mul_sub_sum
+     0.5 MB  triton_convert_element_type_mul_sub_sum
+       tiny  triton_amax_convert_element_type_mul_reciprocal_scale_sub
+   151.1 MB  triton_add_convert_element_type_mul_quantize_sub
+   201.3 MB  triton_convert_element_type_mul_quantize_both_sub
+   100.7 MB  extern_kernels._scaled_mm
+   117.4 MB  extern_kernels._scaled_mm
+   202.4 MB  triton_convert_element_type_div_mul_sub_sum
+     0.5 MB  triton_convert_element_type_mul_sub_sum
+     0.5 MB  triton_convert_element_type_sum""",
+        )
+
+    def test_norm_linear_sigmoid_rowwise(self):
+        self.assertExpectedInline(
+            listed(generated(NormLinearSigmoid, (8192, 4096), recipe="rowwise")),
+            """\
+forward:
+   218.4 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
+   117.5 MB  extern_kernels._scaled_mm
+   134.2 MB  triton_add_sigmoid
+backward:
+   169.3 MB  triton_amax_convert_element_type_mul_sub_sum
+     1.7 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sub_sum
+   251.8 MB  triton_amax_convert_element_type_mul_quantize_quantize_both_reciprocal_scale_sub
+   117.5 MB  extern_kernels._scaled_mm
+   269.6 MB  triton_add_convert_element_type_div_mul_sub_sum
+    67.6 MB  triton_amax
+     0.6 MB  triton_amax_reciprocal_scale
+   100.7 MB  triton_quantize
+   100.7 MB  extern_kernels._scaled_mm
+     0.5 MB  triton_convert_element_type_mul_sub_sum
+     0.5 MB  triton_convert_element_type_sum""",
+        )
+
+    def test_norm_linear_sigmoid_rowwise_with_gw_hp(self):
+        self.assertExpectedInline(
+            listed(generated(NormLinearSigmoid, (8192, 4096), recipe="rowwise_with_gw_hp")),
+            """\
+forward:
+   218.4 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
+   117.5 MB  extern_kernels._scaled_mm
+   134.2 MB  triton_add_sigmoid
+backward:
+   268.6 MB  triton_amax_convert_element_type_mul_quantize_reciprocal_scale_sub
+    67.7 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_reciprocal_scale_sum_view
+    50.9 MB  triton_quantize_sum
+   167.8 MB  extern_kernels.mm
+   117.5 MB  extern_kernels._scaled_mm
+   202.4 MB  triton_convert_element_type_div_mul_sub_sum
+     0.5 MB  triton_convert_element_type_mul_sub_sum
+     0.5 MB  triton_convert_element_type_sum""",
         )

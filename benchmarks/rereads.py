@@ -1,0 +1,121 @@
+"""What the text of a Triton kernel says of its traffic beyond one read and one write of each tensor.
+
+Inductor counts each tensor of a kernel once. Three things in the code it generates are more than that:
+
+* a **looped reduction** reads a row for each of its loops: for the mean of squares, for the amax, for the cast.
+  A later loop finds the row in the L2 cache if the rows that all programs work on at a time fit there,
+  or if the whole tensor does; where the loops run across rows (column amaxes), only the latter;
+* a **combo kernel** runs the parts it was combined from one after the other; each reads its tensors anew;
+* a **transposed store** of a reduction goes to addresses far apart, a few bytes each: Inductor tiles
+  pointwise kernels through shared memory, but not reductions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+#: Of an H100.
+L2_BYTES, PROCESSORS = 50 << 20, 132
+#: A tensor stays in the cache between two passes if it fills at most half of it: outputs pass through it, too.
+_STAYS = L2_BYTES // 2
+#: Programs that run on a multiprocessor at a time, each with a row.
+_PROGRAMS = 2
+
+_LOOP = re.compile(r"\s+for \w*offset in ")
+_PART = re.compile(r"\s+(?:el)?if pid < ")
+_LENGTH = re.compile(r"\br0_numel = (\d+)")
+_LOAD = re.compile(r"tl\.load\((\w+) \+ \((.*?)\), ")
+_STORE = re.compile(r"tl\.store\((\w+) \+ \((.*?)\), ")
+#: An index in which the reduction's variable counts single elements, or steps over many.
+_ALONG = re.compile(r"(?:^|\+ )r0_\d+(?: \+|$)")
+_ACROSS = re.compile(r"\d+\*r0_\d+")
+_CONSTANT = re.compile(r"(?:^|\+ )(\d+)(?: \+|$)")
+_X_ALONG = re.compile(r"(?:^|\+ )x\d+(?: \+|$)")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that a kernel reads or writes.
+
+    Attributes:
+        bytes: of what the kernel touches of it.
+        itemsize: bytes of an element.
+    """
+
+    bytes: int
+    itemsize: int
+
+
+@dataclass
+class _Part:
+    """A kernel, or one of those that a combo kernel consists of."""
+
+    length: int = 0
+    loops: int = 0
+    loads: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    stores: list[tuple[str, str]] = field(default_factory=list)
+
+
+def reread_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
+    """Bytes that a kernel reads again and that cannot have stayed in the L2 cache.
+
+    Args:
+        tensors: by the name of the kernel's argument; others are not counted.
+    """
+    cooperative = "@triton_heuristics.cooperative_reduction" in source
+    total = 0
+    seen: set[tuple[str, int]] = set()
+    for part in _parts(source):
+        for name, passes in part.loads.items():
+            if name not in tensors:
+                continue
+            tensor = tensors[name]
+            if tensor.bytes <= _STAYS:
+                continue
+            rows = any(_ALONG.search(index) for index in passes.values())
+            in_flight = part.length * tensor.itemsize * PROCESSORS * _PROGRAMS
+            if not (rows and not cooperative and part.length and in_flight <= L2_BYTES):
+                total += tensor.bytes * (len(passes) - 1)
+            # parts that begin at different columns (q, k and v of their product) share nothing
+            begins = {(name, _begin(index)) for index in passes.values()}
+            if begins & seen:
+                total += tensor.bytes
+            seen |= begins
+    return total
+
+
+def strided_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
+    """Bytes that a reduction stores transposed, element by element."""
+    if "reduction(" not in source:
+        return 0
+    total = 0
+    for part in _parts(source):
+        if any(_ALONG.search(index) for passes in part.loads.values() for index in passes.values()):
+            for name, index in part.stores:
+                if name in tensors and _ACROSS.search(index) and _X_ALONG.search(index):
+                    total += tensors[name].bytes
+    return total
+
+
+def _begin(index: str) -> int:
+    constant = _CONSTANT.search(index)
+    return int(constant[1]) if constant else 0
+
+
+def _parts(source: str) -> Iterator[_Part]:
+    part = _Part()
+    for line in source.splitlines():
+        if _PART.match(line):
+            yield part
+            part = _Part()
+        if length := _LENGTH.search(line):
+            part.length = int(length[1])
+        if _LOOP.match(line):
+            part.loops += 1
+        for name, index in _LOAD.findall(line):
+            part.loads[name][part.loops] = index
+        part.stores.extend(_STORE.findall(line))
+    yield part
