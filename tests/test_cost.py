@@ -415,15 +415,15 @@ def test_plan_is_near_linear(sources: int) -> None:
         for g in _linear(f"x{i % sources}", f"w{i}", 2048, 1024 << (i % 3), 1024 << (i % 4))
     ]
     plan(H100, gemms[:100])
-    start = time.perf_counter()
+    start = time.process_time()
     verdicts = plan(H100, gemms)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     assert {v.convert for v in verdicts} == {True, False}
 
 
 def test_a_gemm_costs_microseconds() -> None:
     H100.gemm_seconds(4096, 4096, 4096, True)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(50_000):
         H100.gemm_seconds(4096, 4096, 4096, True)
-    assert time.perf_counter() - start < 1  # 0.03 s here
+    assert time.process_time() - start < 1  # 0.03 s here
