@@ -68,12 +68,16 @@ class GraphPass(CustomGraphPass):
         self.before = tuple(before)
         self.tuning = tuning
         self.reports: list[GraphReport] = []
+        #: on graphs that came with rewritten nodes in them; published where there is no other report
+        self.met_again: list[GraphReport] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.before:
             other(graph)
         if any("f8fx" in node.meta for node in graph.nodes):
-            return  # half of a nested region that was rewritten before it was split
+            # half of a nested region that was rewritten before it was split, or nodes that compiled autograd inlined
+            self.met_again.append(self.pipeline.rewritten(graph))
+            return
         before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
         try:
             report = self.pipeline(graph)
@@ -296,7 +300,7 @@ def _fall_back(
 
 def _publish(graph_pass: GraphPass, options: Options) -> None:
     """Logs what was decided; on a cache hit, what was decided when the graph was built."""
-    reports = GraphReport.merged(graph_pass.reports)
+    reports = GraphReport.merged(graph_pass.reports or graph_pass.met_again)
     if reports:
         store_report(graph_pass.key, reports)
     else:

@@ -34,7 +34,7 @@ from f8fx.report import GraphReport
 from f8fx.torch_private import supports_rowwise_scaled_mm
 
 from .check import check, signature
-from .choice import Convert, decision
+from .choice import Convert, Skip, decision
 from .collectives import Collectives, Wire
 from .describe import describe
 from .find import Find, backward_nodes
@@ -146,6 +146,20 @@ class Pipeline:
         report.decisions = [decision(choice) for choice in choices]
         rounded = unfolded(graph)
         report.warnings = [_read_rounded(rounded)] if rounded else []
+        report.target = _target_name(self.select, found)
+        return report
+
+    def rewritten(self, graph: fx.Graph) -> GraphReport:
+        """The report on a graph that earlier passes have rewritten: all matmuls stay as they are."""
+        found = self.find(graph)
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        skips = [
+            *(Skip(gemm, "decided in the graph it was taken from") for gemm in found.gemms),
+            *(Skip(unmatched, unmatched.reason) for unmatched in found.unmatched),
+        ]
+        skips.sort(key=lambda skip: order[skip.gemm.node])
+        report = GraphReport(self.recipe.name, training=bool(backward_nodes(graph)))
+        report.decisions = [decision(skip) for skip in skips]
         report.target = _target_name(self.select, found)
         return report
 

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8fx
-from f8fx import recording
+from f8fx import Options, recording
+from f8fx.backend import GraphPass, _publish
+from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline, describe
 from f8fx.torch_private import check_version, compile_fx_module, joint_custom_pre_pass
 from tests.helpers import bf16, compiled, joint_graphs, randn
@@ -50,6 +52,41 @@ def test_a_graph_without_matmuls_says_so(caplog):
     with caplog.at_level(logging.INFO, logger="f8fx"):
         compiled(torch.sin)(torch.zeros(3))
     assert "f8fx: no matmuls in this graph (tensorwise)" in [r.message for r in caplog.records]
+
+
+def test_compiled_autograd_reports_what_was_rewritten_before():
+    """Its graph inlines the backward of a graph that is in float8 already."""
+    options = {"executor": "eager", "select": "all", "strict": True}
+    model = compiled(Net())
+    again = torch.compile(backend=f8fx.f8fx, options=options)
+    with recording() as reports, torch._dynamo.compiled_autograd._enable(again):
+        model(randn(16, 32)).sum().backward()
+    assert [report.line() for report in reports] == [
+        "f8fx: 6 of 6 matmuls in float8 (tensorwise)",
+        "f8fx: 0 of 4 matmuls in float8 (tensorwise), 4 skipped: 4 already float8",
+    ]
+
+
+def test_a_graph_with_rewritten_nodes_is_left_and_reported():
+    """Nodes that kept their marks on the way into another graph, beside matmuls that stayed in bf16."""
+    options = Options.parse({"select": "all", "filter_fqns": ["second"]})
+    texts = []
+
+    def inlined(graph):
+        options.pipeline()(graph)
+        again = GraphPass(options.pipeline(), CacheKey(None, "inlined"))
+        before = describe(graph)
+        again(graph)
+        assert describe(graph) == before and not again.reports
+        with recording() as reports:
+            _publish(again, options)
+        texts.extend(report.line() for report in reports)
+
+    joint_graphs(Net(), randn(16, 32), transform=inlined)
+    assert texts == [
+        "f8fx: 0 of 6 matmuls in float8 (tensorwise), 6 skipped: "
+        "3 already float8, 3 decided in the graph it was taken from"
+    ]
 
 
 def test_verbose_prints_every_decision(capsys):
