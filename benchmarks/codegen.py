@@ -160,7 +160,8 @@ def halves(
 
 
 def saved_bytes(forward: fx.GraphModule, outputs: int, parameters: Sequence[int]) -> int:
-    """Bytes kept from forward to backward: inputs and intermediates, no parameters, nothing twice.
+    """Bytes kept from forward to backward: inputs and intermediates, nothing twice, and nothing that is there
+    anyway: no parameters and no results.
 
     Args:
         outputs: how many of the forward's outputs are the model's; the others are kept.
@@ -169,9 +170,10 @@ def saved_bytes(forward: fx.GraphModule, outputs: int, parameters: Sequence[int]
     inputs = forward.graph.find_nodes(op="placeholder")
     (output,) = forward.graph.find_nodes(op="output")
     free = {_storage(inputs[index].meta["val"]) for index in parameters}
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in output.args[0]]
+    free |= {_storage(value) for value in values[:outputs] if isinstance(value, torch.Tensor)}
     kept = {}
-    for node in output.args[0][outputs:]:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    for value in values[outputs:]:
         if isinstance(value, torch.Tensor) and _storage(value) not in free:
             kept[_storage(value)] = value.untyped_storage().nbytes()
     return sum(kept.values())

@@ -12,6 +12,10 @@ recipe needs to know is recovered here:
   shares its other operand with the forward matmul it differentiates: if that is the forward's
   weight it computes ``grad_input``, if it is the input, ``grad_weight``;
 * **name**: the module's FQN, in backward too.
+
+Gradients that a model takes inside its own graph (``torch.func.grad``) carry no tangents and no mark, and
+count as ``output``. Their structure does not tell: ``tanh(x @ w) @ w.T`` is the forward of a tied autoencoder
+just as it can be a gradient of ``x``, and an e5m2 cast in a forward is worse than an e4m3 one in a gradient.
 """
 
 from __future__ import annotations

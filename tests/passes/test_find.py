@@ -188,6 +188,20 @@ def test_users_of_existing_float8_are_left():
     assert [u.reason for u in found.unmatched] == ["already float8"]
 
 
+def test_a_gradient_without_tangents_cannot_be_told_from_a_tied_autoencoder():
+    """Both multiply what depends on ``x @ w`` with ``w`` again, so both are what the second is for sure."""
+
+    def gradient(x, w):
+        return torch.func.grad(lambda x: torch.sin(x @ w).sum())(x)
+
+    def autoencoder(x, w):
+        return torch.cos(x @ w) @ w.t()
+
+    x, w = randn(16, 32, grad=False), randn(32, 48, grad=False)
+    for f in (gradient, autoencoder):
+        assert [gemm.role for gemm in found_in(f, x, w).gemms] == ["output", "output"]
+
+
 def test_gradients_in_the_body_of_a_branch_have_their_roles():
     """No tangents there: AOTAutograd's mark on the nodes tells."""
     from f8fx import recording
