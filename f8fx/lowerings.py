@@ -101,7 +101,8 @@ def _quantize(
     whole = table.parts(x)
     if whole is None:
         copy = table.row_major(_cast(table, x, scale, dtype, dim, transpose, align))
-        return table.alone(copy) if transpose and table.is_normalized(ops.quantize) else copy
+        # a reduction over rows would store it a byte at a time: a tiled kernel of its own reads its source once more
+        return table.alone(copy) if transpose and (dim == 0 or table.is_normalized(ops.quantize)) else copy
     # every part is cast into its place in one buffer
     casts = [
         _cast(table, part, own, dtype, dim, transpose, align)

@@ -231,9 +231,9 @@ forward:
    151.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
    117.5 MB  extern_kernels._scaled_mm
 backward:
-   101.7 MB  triton_amax
+   135.4 MB  triton_amax_quantize_both_reciprocal_scale
      1.1 MB  triton_amax_reciprocal_scale
-   184.7 MB  triton_amax_quantize_quantize_both_reciprocal_scale
+   151.0 MB  triton_quantize_quantize_both
    117.5 MB  extern_kernels._scaled_mm
    202.4 MB  triton_amax_convert_element_type_div_mul_sub_sum
      1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sum
@@ -284,12 +284,12 @@ forward:
    218.3 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
    117.5 MB  extern_kernels._scaled_mm
 backward:
-   236.5 MB  triton_add_amax_convert_element_type_div_exp_mul_neg
+   270.1 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_both_reciprocal_scale
      1.7 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_reciprocal_scale
-   184.7 MB  triton_amax_quantize_quantize_both_reciprocal_scale
+   318.8 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize_quantize_both
+   100.7 MB  extern_kernels._scaled_mm
    117.5 MB  extern_kernels._scaled_mm
-   369.1 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize_sigmoid_sub
-   100.7 MB  extern_kernels._scaled_mm""",
+   335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub""",
         )
 
     def test_swiglu_linear_rowwise_with_gw_hp(self):
@@ -340,9 +340,9 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
-   169.3 MB  triton_amax_convert_element_type_mul_sub_sum
+   203.0 MB  triton_amax_convert_element_type_mul_quantize_both_reciprocal_scale_sub_sum
      1.7 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sub_sum
-   251.8 MB  triton_amax_convert_element_type_mul_quantize_quantize_both_reciprocal_scale_sub
+   218.1 MB  triton_convert_element_type_mul_quantize_quantize_both_sub
    117.5 MB  extern_kernels._scaled_mm
    269.6 MB  triton_add_convert_element_type_div_mul_sub_sum
     67.6 MB  triton_amax
