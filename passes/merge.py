@@ -37,7 +37,6 @@ import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.cost import CostModel
 from f8fx.hardware import Hardware
 from f8fx.recipe import Role
 from f8fx.torch_private import size_hint
@@ -49,6 +48,7 @@ from .find import backward_nodes
 from .gemm import Gemm
 from .operand import MOVEMENTS, SAME_ORDER, shape_of
 from .rewrite import Inserter, Provenance
+from .worth import cost_model
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -96,7 +96,7 @@ class Merge:
 
     def _pays(self, family: Family) -> bool:
         """Whether the merged gemms are predicted to take less time than the separate ones."""
-        model = CostModel(self.hardware_of(family.members["output"][0].gemm.device))
+        model = cost_model(self.hardware_of(family.members["output"][0].gemm.device))
         if not model.can_pay:
             return False
         gain = 0.0

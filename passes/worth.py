@@ -100,7 +100,7 @@ class Worth:
         batch = 1
         for size in value.shape[:-2]:
             batch *= size_hint(size) or 1
-        model = _cost_model(self.hardware_of(value.device))
+        model = cost_model(self.hardware_of(value.device))
         # a batch fills the device like so many more rows
         seconds = model.gemm_seconds(batch * m, k, n, False, itemsize=value.dtype.itemsize)
         return replace(choice, seconds=seconds)
@@ -120,7 +120,7 @@ class Worth:
                     hardware = self.hardware_of(choice.gemm.device)
                     by_hardware.setdefault(hardware, []).append((index, choice, planned))
         for hardware, group in by_hardware.items():
-            model = _cost_model(hardware)
+            model = cost_model(hardware)
             verdicts = plan(model, [planned for _, _, planned in group], drop)
             for (index, choice, _), verdict in zip(group, verdicts, strict=True):
                 yield index, choice, _Prediction(verdict, layers[choice.gemm.layer], model)
@@ -215,5 +215,6 @@ def _is_odd(layer: _Layer) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _cost_model(hardware: Hardware) -> CostModel:
+def cost_model(hardware: Hardware) -> CostModel:
+    """The model of a GPU, made once."""
     return CostModel(hardware)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
+from f8fx.passes import Materialize
 from tests.helpers import compiled, graph_after, randn
 
 
@@ -103,9 +104,10 @@ def test_nothing_converted_nothing_marked():
     assert marked(residual, *args(), only_fqns=["nothing"]) == 0
 
 
-def test_results_are_the_same():
+def test_results_are_the_same(monkeypatch):
     x, w = args()
     with torch.no_grad():
-        plain = compiled(residual)(x, w)
-        again = compiled(lambda x, w: residual(x, w), save="fast")(x, w)
-    assert torch.equal(plain, again)
+        written = compiled(residual)(x, w)
+        monkeypatch.setattr(Materialize, "__call__", lambda self, graph: None)
+        assert marked(residual, x, w) == 0
+        assert torch.equal(compiled(residual)(x, w), written)
