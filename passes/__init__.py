@@ -10,6 +10,7 @@
    4b    reuse       casts of weights that were made before, where the caller offers them
    5     share       one amax, scale and cast for each tensor and granularity
    6     collectives casts move above all-gathers, so that float8 travels
+   6a    amaxes      the amax of a tensor comes from its rows' amaxes, where they exist
    6b    materialize residual sums that several kernels read are written once
    7     tags        what activation checkpointing may recompute
 ======  ==========  ==============================================================================
@@ -33,6 +34,7 @@ from f8fx.recipe import Recipe
 from f8fx.report import GraphReport
 from f8fx.torch_private import supports_rowwise_scaled_mm
 
+from .amaxes import Amaxes
 from .check import check, signature
 from .choice import Convert, Skip, decision
 from .collectives import Collectives, Wire
@@ -47,6 +49,7 @@ from .share import RecomputeError, Share, unfolded
 from .tags import Tags
 
 __all__ = [
+    "Amaxes",
     "Collectives",
     "FilterError",
     "Find",
@@ -109,6 +112,7 @@ class Pipeline:
         self.reuse = Reuse(weights) if weights is not None else None
         self.share = Share(weights_at_once)
         self.collectives = Collectives(wire)
+        self.amaxes = Amaxes()
         self.materialize = Materialize()
         self.tags = Tags()
 
@@ -141,6 +145,7 @@ class Pipeline:
                 run("reuse", self.reuse, graph)
             run("share", self.share, graph)
             report.gathers = run("collectives", self.collectives, graph)
+            run("amaxes", self.amaxes, graph)
             run("materialize", self.materialize, graph)
             run("tags", self.tags, graph)
         report.decisions = [decision(choice) for choice in choices]

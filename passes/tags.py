@@ -2,10 +2,12 @@
 
 Checkpointing marks the nodes of a region (``recompute``, ``ac_graph_id``). Nodes inserted for a
 matmul inherit its marks, or the region's casts would be saved instead of recomputed, and silently
-cost the memory that checkpointing was to free. Three cases need more than a copy:
+cost the memory that checkpointing was to free. Four cases need more than a copy:
 
 * a matmul that selective checkpointing keeps (``MUST_SAVE``): the mark belongs on the one node that
   carries its result, while its casts are recomputed like the rest of the region;
+* a scale is saved, a few bytes beside its tensor: a recomputed cast then reads its source once, and not
+  a first time for the amax;
 * a cast shared between a region and the outside: it is made recomputable, since otherwise it is saved
   on top of its source, which is the region's input and saved anyway;
 * a cast shared between regions: it belongs to none of them. The partitioner saves what a later
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
+
+from f8fx import ops
 
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _DROP = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -31,6 +35,10 @@ class Tags:
 
 
 def _mark(node: fx.Node) -> None:
+    if _is_kept(node):
+        if node.meta.get("recompute") in _DROP:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return
     marked = [user for user in node.users if user.meta.get("recompute") in (*_DROP, *_KEEP)]
     if node.meta.get("recompute") in _KEEP or (node.meta.get("recompute") is None and marked):
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -39,3 +47,10 @@ def _mark(node: fx.Node) -> None:
         node.meta["ac_graph_id"] = regions.pop()
     elif "ac_graph_id" in node.meta:
         del node.meta["ac_graph_id"]
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether a node is a scale, or an amax that another amax comes from (:mod:`passes.amaxes`)."""
+    return node.target is ops.scale or (
+        node.target is ops.amax and any(user.target is not ops.scale for user in node.users)
+    )

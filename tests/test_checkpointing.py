@@ -1,4 +1,5 @@
-"""Activation checkpointing frees as much memory with float8 as without."""
+"""Activation checkpointing frees as much memory with float8 as without, but for the scales: they are saved,
+4 bytes for a tensor or a row of it, so that what is cast again is not also reduced again."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8fx
+from f8fx import ops
 from tests.helpers import Block, bf16, compiled, joint_graphs, randn
 
+#: Names of scales and of their reciprocals, which the gemms take.
+SCALES = ("scale", "reciprocal")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
@@ -45,16 +49,20 @@ def saved(
     save: str = "lean",
     model: type[nn.Module] | None = None,
     rowwise_scales: str = "torchao",
+    scales: bool = False,
 ) -> dict[str, int]:
-    """Tensors kept between forward and backward that are no inputs: name -> bytes."""
+    """Tensors kept between forward and backward that are no inputs: name -> bytes; scales, or all others."""
     result: dict[str, int] = {}
 
     def on_partition(forward, backward):
+        twice = {n.name for n in forward.graph.nodes if n.target is ops.amax}
+        assert not twice & {n.name for n in backward.graph.nodes}, "an amax is computed again"
         inputs = set(forward.graph.find_nodes(op="placeholder"))
         (output,) = forward.graph.find_nodes(op="output")
         for node in output.args[0][1:]:
             value = getattr(node, "meta", {}).get("val")
-            if node not in inputs and isinstance(value, torch.Tensor):
+            is_scale = value is not None and value.dtype == torch.float32 and node.name.startswith(SCALES)
+            if node not in inputs and isinstance(value, torch.Tensor) and is_scale == scales:
                 result[node.name] = value.numel() * value.dtype.itemsize
 
     def transform(graph):
@@ -76,6 +84,14 @@ def test_checkpointing_saves_no_more_bytes_than_bf16(mode, recipe):
     high, float8 = saved(mode, None), saved(mode, recipe)
     assert sum(float8.values()) <= sum(high.values()), float8
     assert sum(high.values()) < sum(saved("none", None).values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointing_saves_scales(recipe):
+    """The forward's seven or so operands of each block: 4 bytes for a tensor, or for each row of it."""
+    found = saved("full", recipe, scales=True)
+    assert found, "no scale is saved, so amaxes are computed again"
+    assert all(size == 4 if recipe == "tensorwise" else size <= 4 * 128 for size in found.values()), found
 
 
 class Reused(nn.Module):

@@ -265,11 +265,10 @@ backward:
             """\
 forward:
    218.3 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
+       tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
 backward:
-   134.3 MB  triton_amax_quantize_reciprocal_scale
-       tiny  triton__scaled_mm_amax_as_strided_clone_expand_permute_reciprocal_scale_view
-    50.3 MB  triton_quantize
+   151.1 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
    117.5 MB  extern_kernels._scaled_mm
    201.9 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sum
@@ -298,12 +297,11 @@ backward:
             """\
 forward:
    285.4 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
+       tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
 backward:
    167.8 MB  extern_kernels.mm
-   134.3 MB  triton_amax_quantize_reciprocal_scale
-       tiny  triton__scaled_mm_amax_as_strided_clone_expand_permute_reciprocal_scale_view
-    50.3 MB  triton_quantize
+   151.1 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
    117.5 MB  extern_kernels._scaled_mm
    335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub""",
         )
@@ -359,12 +357,13 @@ backward:
             """\
 forward:
    218.4 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
+       tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
-   268.6 MB  triton_amax_convert_element_type_mul_quantize_reciprocal_scale_sub
-    67.7 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_reciprocal_scale_sum_view
-    50.9 MB  triton_quantize_sum
+   285.3 MB  triton__scaled_mm_amax_as_strided_clone_convert_element_type_expand_mul_permute_quantize_reciprocal_scale_sub_view
+    67.6 MB  triton_sum
+     0.5 MB  triton_sum
    167.8 MB  extern_kernels.mm
    117.5 MB  extern_kernels._scaled_mm
    202.4 MB  triton_convert_element_type_div_mul_sub_sum

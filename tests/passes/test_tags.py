@@ -35,8 +35,11 @@ def test_without_checkpointing_there_are_no_marks():
 
 
 def test_forward_nodes_inherit_the_regions_mark_and_number():
-    for role, mark, meta in marks(checkpointed, randn(16, 32), randn(48, 32)).values():
+    for name, (role, mark, meta) in marks(checkpointed, randn(16, 32), randn(48, 32)).items():
         if role == "output":
+            if name.startswith("scale") and "mm" not in name:
+                assert mark == CheckpointPolicy.MUST_SAVE
+                continue
             assert mark in (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
             assert "ac_graph_id" in meta
 
