@@ -15,7 +15,7 @@ import torch
 
 from f8fx.communication import World, predict
 from f8fx.demo.model import Decoder, DecoderConfig
-from f8fx.hardware import INTERCONNECTS
+from f8fx.interconnect import INTERCONNECTS
 from f8fx.options import Options
 
 from . import common

@@ -27,7 +27,8 @@ from torch import nn
 
 from . import explain_trace
 from .explain_trace import ExplainError, GraphTrace
-from .hardware import INTERCONNECTS, Hardware
+from .hardware import Hardware
+from .interconnect import INTERCONNECTS
 from .options import Options
 from .partition import Partitioner
 from .passes import Pipeline

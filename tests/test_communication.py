@@ -14,7 +14,7 @@ from f8fx.cli import main
 from f8fx.communication import Call, Communication, World, predict
 from f8fx.demo.model import Decoder, DecoderConfig
 from f8fx.explanation import Explanation
-from f8fx.hardware import INTERCONNECTS
+from f8fx.interconnect import INTERCONNECTS
 from f8fx.options import Options
 
 

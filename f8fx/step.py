@@ -1,0 +1,253 @@
+"""The collectives of a training step under FSDP2, one by one, from a model's parameters.
+
+How the model is taken to be sharded, and what the bytes and seconds mean, stands in :mod:`f8fx.communication`, which adds
+them up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .fsdp.enable import GatherDecision, judge
+from .fsdp.formats import Format
+from .interconnect import Interconnect
+from .options import Options
+from .torch_private import local_tensor
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Copies = Literal["both", "alternate"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The mesh: ranks that FSDP2 shards over, times ranks that tensor parallelism splits over."""
+
+    fsdp: int
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("fsdp", self.fsdp), ("tp", self.tp)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"world: {name} must be a whole number of at least 1, got {size!r}")
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.fsdp * self.tp
+
+    def __str__(self) -> str:
+        return f"{self.fsdp} x {self.tp} (FSDP x TP)" if self.tp > 1 else str(self.fsdp)
+
+    @staticmethod
+    def parse(world: World | int | str) -> World:
+        """From ``8``, ``"8"``, ``"8x4"`` or ``"fsdp=8,tp=4"``.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if isinstance(world, World):
+            return world
+        if isinstance(world, int):
+            return World(world)
+        text = str(world).replace(" ", "")
+        if found := re.fullmatch(r"(\d+)(?:x(\d+))?", text):
+            return World(int(found[1]), int(found[2] or 1))
+        if found := re.fullmatch(r"fsdp=(\d+)(?:,tp=(\d+))?", text):
+            return World(int(found[1]), int(found[2] or 1))
+        raise ValueError(f"world must be like 8, 8x4 (FSDP x TP) or fsdp=8,tp=4, got {world!r}")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, seen from one rank.
+
+    Attributes:
+        op: which.
+        what: ``weights``, ``gradients`` or ``amaxes``.
+        unit: the wrapped module, "" for the root.
+        backward: whether it belongs to the backward.
+        ranks: of its group.
+        bytes: what the rank hands in, by dtype; different dtypes travel together.
+    """
+
+    op: Op
+    what: str
+    unit: str
+    backward: bool
+    ranks: int
+    bytes: Mapping[str, int]
+
+    def wire(self, count: float) -> float:
+        """Bytes that a rank sends, and receives, in a ring, if it hands in ``count``."""
+        if self.op == "all_gather":
+            return count * (self.ranks - 1)
+        return count * (self.ranks - 1) / self.ranks * (2 if self.op == "all_reduce" else 1)
+
+    def seconds(self, interconnect: Interconnect, tp: int = 1) -> float:
+        """Predicted, with the ranks of tensor parallelism next to each other in a node.
+
+        As many rings as the group has GPUs in a node run side by side, each over another GPU's network port.
+        """
+        i = interconnect
+        local = max(1, i.node // tp)
+        nodes = math.ceil(self.ranks / local)
+        bandwidth = i.link_bandwidth
+        if nodes > 1:
+            across = local * i.network_bandwidth
+            bandwidth = across if local == 1 else min(across, bandwidth)
+        hops = i.network_latency * (nodes - 1) + i.link_latency * (self.ranks - nodes)
+        rounds = 2 if self.op == "all_reduce" else 1
+        return i.launch + rounds * hops + self.wire(sum(self.bytes.values())) / bandwidth
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One parameter as a rank of the tensor-parallel group holds it."""
+
+    shape: tuple[int, ...]
+    gather_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    trained: bool
+    formats: tuple[Format, ...]
+
+    def shard(self, ranks: int) -> int:
+        """Elements of a shard, padding included."""
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The parameters of a model, by the module that FSDP2 wraps, and what is decided about them.
+
+    Attributes:
+        units: fqn of a wrapped module, "" for the root -> its parameters.
+        root_resharded: the root is gathered again in the backward: it is a block of a larger model.
+        gathers: each 2-D parameter and whether it is gathered in float8.
+    """
+
+    world: World
+    units: Mapping[str, Sequence[_Parameter]]
+    root_resharded: bool
+    gathers: tuple[GatherDecision, ...]
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        world: World,
+        options: Options,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> Sharded:
+        """Only looks at the model, which may be on ``"meta"``.
+
+        Args:
+            options: recipe, filters and target.
+            param_dtype, reduce_dtype: FSDP2's mixed-precision policy.
+        """
+        verdicts = judge(model, options, world.tp)
+        formats = {id(verdict.candidate.param): verdict.formats for verdict in verdicts}
+        blocks = _blocks(model)
+        units: dict[str, list[_Parameter]] = {name: [] for name in (*blocks, "")}
+        seen: set[int] = set()
+        for unit in units:
+            for param in model.get_submodule(unit).parameters():
+                if id(param) in seen:
+                    continue
+                seen.add(id(param))
+                gathered = param_dtype or param.dtype
+                units[unit].append(
+                    _Parameter(
+                        _local_shape(param, world.tp),
+                        gathered,
+                        reduce_dtype or gathered,
+                        param.requires_grad,
+                        formats.get(id(param), ()),
+                    )
+                )
+        gathers = tuple(verdict.decision for verdict in verdicts)
+        return Sharded(world, units, not blocks, gathers)
+
+    def calls(self, float8: bool, training: bool = True, copies: Copies = "both") -> list[Call]:
+        """The collectives of one step."""
+        ranks = self.world.fsdp
+        if ranks == 1:
+            return []
+        found: list[Call] = []
+        if float8 and (amaxes := sum(map(_amaxes, self._converted()))):
+            found.append(Call("all_reduce", "amaxes", "", False, ranks, {"float32": 4 * amaxes}))
+        for unit, params in self.units.items():
+            if not params:
+                continue
+            again = bool(unit) or self.root_resharded
+            for backward in (False, True)[: 1 + (training and again)]:
+                content = int(backward) if copies == "alternate" and again else None
+                sizes = _summed(self._gathered(p, content if float8 else None, float8) for p in params)
+                found.append(Call("all_gather", "weights", unit, backward, ranks, sizes))
+            reduced = _summed(
+                [(_name(p.reduce_dtype), ranks * p.shard(ranks) * p.reduce_dtype.itemsize)]
+                for p in params
+                if p.trained and training
+            )
+            if reduced:
+                found.append(Call("reduce_scatter", "gradients", unit, True, ranks, reduced))
+        return found
+
+    def _converted(self) -> list[_Parameter]:
+        return [p for params in self.units.values() for p in params if p.formats]
+
+    def _gathered(self, p: _Parameter, content: int | None, float8: bool) -> list[tuple[str, int]]:
+        """dtype and bytes that a gather of a parameter takes from a rank."""
+        elements = p.shard(self.world.fsdp)
+        if not float8 or not p.formats:
+            return [(_name(p.gather_dtype), elements * p.gather_dtype.itemsize)]
+        sent = p.formats if content is None or len(p.formats) == 1 else p.formats[content : content + 1]
+        return [(_name(form.dtype), elements * form.dtype.itemsize) for form in sent]
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The elements of the outermost lists of modules that hold parameters."""
+    found: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            fqn = f"{prefix}{name}"
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                found.extend([fqn] if next(child.parameters(), None) is not None else [])
+            else:
+                visit(child, f"{fqn}.")
+
+    visit(model, "")
+    return found
+
+
+def _local_shape(param: nn.Parameter, tp: int) -> tuple[int, ...]:
+    if isinstance(param, DTensor):
+        return tuple(local_tensor(param).shape)
+    shape = tuple(param.shape)
+    return (-(-shape[0] // tp), *shape[1:]) if len(shape) > 1 else shape
+
+
+def _amaxes(p: _Parameter) -> int:
+    """Numbers that the all-reduce of the amaxes holds for a weight ``[n, k]``."""
+    sizes = {None: 1, 0: p.shape[1], 1: p.shape[0]}
+    return sum(sizes[dim] for dim in {form.dim for form in p.formats})
+
+
+def _summed(parts: Iterable[Iterable[tuple[str, int]]]) -> dict[str, int]:
+    result: dict[str, int] = {}
+    for part in parts:
+        for dtype, count in part:
+            result[dtype] = result.get(dtype, 0) + count
+    return result
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

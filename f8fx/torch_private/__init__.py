@@ -1,0 +1,135 @@
+"""Every private PyTorch interface f8fx uses, in one place.
+
+Checked on torch 2.11, 2.13 and 2.15. Each entry says what it is used for, so that a reader of a
+newer torch knows what to look for when one has moved. Nothing outside this package imports a name
+with a leading underscore from torch, or a module under ``torch._inductor``, ``torch._functorch``,
+``torch._dynamo`` or ``torch._subclasses``.
+
+| module | of torch |
+| --- | --- |
+| ``versions`` | which releases, and what differs between them |
+| ``tensors`` | fake tensors, symbolic sizes, operators |
+| ``distributed`` | process groups and their store |
+| ``fsdp`` | FSDP and DTensor |
+| ``dynamo`` | Dynamo |
+| ``aot`` | AOTAutograd and its partitioner |
+| ``inductor`` | Inductor around a compile |
+| ``lowering`` | Inductor's lowerings and IR |
+| ``patch`` | attributes replaced for the length of a block |
+"""
+
+from .aot import (
+    CustomPartitionerFn,
+    aot_backend,
+    boxed,
+    decompositions,
+    eager_backward_lowering,
+    min_cut_partition,
+)
+from .distributed import (
+    group_backend,
+    group_backends,
+    group_rank,
+    group_ranks,
+    process_group,
+    process_store,
+    process_store_read,
+)
+from .dynamo import (
+    mark_as_dynamo_graph,
+    unnoticed_by_dynamo,
+    untraced,
+)
+from .fsdp import (
+    fsdp_group_of,
+    local_tensor,
+    managed_by_fsdp,
+    move_pre_hook_first,
+    reshards_after_forward,
+)
+from .inductor import (
+    CustomGraphPass,
+    compile_fx_module,
+    express_min_max_as_where,
+    inductor_cache_dir,
+    inductor_config,
+    inductor_mode_options,
+    inductor_modes,
+    joint_custom_pre_pass,
+)
+from .lowering import (
+    Lowering,
+    Parts,
+    inductor_lowering,
+)
+from .patch import patched_attribute
+from .tensors import (
+    detect_fake_mode,
+    disabled_torch_function,
+    fake_like,
+    fake_tensor_mode,
+    in_backward,
+    infinity_norms,
+    is_fake,
+    is_mutating,
+    is_present,
+    size_hint,
+    statically_true,
+    storage_key,
+)
+from .versions import (
+    SUPPORTED_TORCH,
+    check_version,
+    supports_rowwise_scaled_mm,
+)
+
+__all__ = [
+    "SUPPORTED_TORCH",
+    "CustomGraphPass",
+    "CustomPartitionerFn",
+    "Lowering",
+    "Parts",
+    "aot_backend",
+    "boxed",
+    "check_version",
+    "compile_fx_module",
+    "decompositions",
+    "detect_fake_mode",
+    "disabled_torch_function",
+    "eager_backward_lowering",
+    "express_min_max_as_where",
+    "fake_like",
+    "fake_tensor_mode",
+    "fsdp_group_of",
+    "group_backend",
+    "group_backends",
+    "group_rank",
+    "group_ranks",
+    "in_backward",
+    "inductor_cache_dir",
+    "inductor_config",
+    "inductor_lowering",
+    "inductor_mode_options",
+    "inductor_modes",
+    "infinity_norms",
+    "is_fake",
+    "is_mutating",
+    "is_present",
+    "joint_custom_pre_pass",
+    "local_tensor",
+    "managed_by_fsdp",
+    "mark_as_dynamo_graph",
+    "min_cut_partition",
+    "move_pre_hook_first",
+    "patched_attribute",
+    "process_group",
+    "process_store",
+    "process_store_read",
+    "reshards_after_forward",
+    "size_hint",
+    "statically_true",
+    "storage_key",
+    "supports_rowwise_scaled_mm",
+    "unnoticed_by_dynamo",
+    "untraced",
+]

@@ -1,0 +1,89 @@
+"""AOTAutograd: its backend, its partitioner, its decompositions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from .patch import patched_attribute
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decomposition table Inductor traces with."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+if TYPE_CHECKING:
+
+    class CustomPartitionerFn:
+        """Base class of partitioners that Inductor can put into its cache keys."""
+
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any: ...
+
+        def uuid(self) -> Any: ...
+
+else:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+
+
+_PARTITIONING = threading.Lock()
+
+
+def min_cut_partition(
+    joint: fx.GraphModule,
+    inputs: Sequence[Any],
+    recomputable: Collection[Any] = (),
+    **kwargs: Any,
+) -> Any:
+    """Inductor's partitioner: joint graph -> forward and backward graph.
+
+    Args:
+        recomputable: operators (packets) it may recompute in the backward and counts as fusible, beside
+            those it knows. It has no interface for that, so the function that lists them
+            (``torch._functorch.partitioners.get_default_op_list``) is replaced for the call.
+    """
+    from torch._functorch import partitioners
+
+    kwargs.setdefault("compiler", "inductor")
+    if not recomputable:
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    known = partitioners.get_default_op_list
+
+    def extended() -> Any:
+        types = known()
+        types.recomputable_ops.update(recomputable)
+        types.fusible_ops.update(recomputable)
+        return types
+
+    with _PARTITIONING, patched_attribute(partitioners, "get_default_op_list", extended):
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def eager_backward_lowering() -> Any:
+    """A block in which AOTAutograd compiles a backward together with its forward and raises its errors.
+
+    By default it compiles some backwards when they first run, and forgets an error until then
+    (``torch._functorch.config.force_non_lazy_backward_lowering``).
+    """
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True)
+
+
+def aot_backend(**kwargs: Any) -> Callable[..., Any]:
+    """A Dynamo backend made of AOTAutograd with the given compilers and partitioner."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(**kwargs)
+
+
+def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function with AOTAutograd's boxed calling convention."""
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(fn)

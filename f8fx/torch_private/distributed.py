@@ -1,0 +1,88 @@
+"""Process groups by the names that collectives in a graph have, and the store behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def process_group(group: Any) -> Any:
+    """The process group that a collective in a graph names; ``None`` where this process has none such.
+
+    Args:
+        group: the collective's last argument: a name (``distributed_c10d._resolve_process_group``), or, in
+            graphs that are compiled on one rank for all, a node whose value is the group.
+    """
+    from torch.distributed import distributed_c10d, is_available, is_initialized
+
+    if isinstance(group, fx.Node):
+        return group.meta.get("val")
+    if not is_available() or not is_initialized():
+        return None
+    try:
+        return distributed_c10d._resolve_process_group(group)
+    except (RuntimeError, KeyError, ValueError):
+        return None
+
+
+def group_rank(group: Any) -> int | None:
+    """This process's rank in the group that a collective names."""
+    found = process_group(group)
+    return None if found is None else found.rank()
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of the group that a collective names; none where there is no such group, or only on paper."""
+    found = process_group(group)
+    if found is None:
+        return ()
+    from torch.distributed import get_backend, get_process_group_ranks
+
+    return () if get_backend(found) == "fake" else tuple(get_process_group_ranks(found))
+
+
+def group_backend(group: Any, device: torch.device) -> str | None:
+    """Name of the backend that carries a group's tensors on a device (``distributed_c10d.BackendConfig``)."""
+    found = process_group(group)
+    if found is None:
+        return None
+    from torch.distributed import Backend, distributed_c10d, get_backend_config
+
+    config = distributed_c10d.BackendConfig(Backend(get_backend_config(found)))
+    return config.get_device_backend_map().get(device.type)
+
+
+def group_backends() -> list[str]:
+    """Backends of all process groups (``distributed_c10d._world.pg_map``); none where there are none.
+
+    If they are not all the same, each with its group's name.
+    """
+    from torch.distributed import distributed_c10d, get_backend_config, is_available, is_initialized
+
+    if not is_available() or not is_initialized():
+        return []
+    groups = distributed_c10d._world.pg_map
+    named = sorted((str(group.group_name), str(get_backend_config(group))) for group in groups)
+    kinds = sorted({backend for _, backend in named})
+    return kinds if len(kinds) == 1 else [f"{name}={backend}" for name, backend in named]
+
+
+def process_store() -> tuple[Any, int] | None:
+    """The store that processes found each other through, and this one's rank (``_get_default_store``)."""
+    from torch.distributed import distributed_c10d, get_rank, is_available, is_initialized
+
+    if not is_available() or not is_initialized():
+        return None
+    store = distributed_c10d._get_default_store()
+    return None if store is None else (store, get_rank())  # MPI has none
+
+
+def process_store_read(store: Any, keys: Sequence[str]) -> list[str]:
+    """What a store holds under the keys now, without waiting; "" under those not set."""
+    if store.check(list(keys)):  # all of them
+        values = store.multi_get(list(keys)) if store.has_extended_api() else [store.get(k) for k in keys]
+        return [value.decode() for value in values]
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys]

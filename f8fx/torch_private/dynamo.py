@@ -1,0 +1,67 @@
+"""Dynamo: compiling without a trace, and what a graph of its carries beside its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+
+from .patch import patched_attribute
+
+
+@contextmanager
+def unnoticed_by_dynamo() -> Iterator[None]:
+    """Whatever is compiled inside the block is forgotten after it, and nothing else is.
+
+    Dynamo keeps, for each code object, what it compiled (``_debug_get_cache_entry_list``) and, for
+    each line of source, the sizes it saw, from which it later guesses what is dynamic
+    (``torch._dynamo.pgo``). ``torch.compiler.reset()`` would clear both for everybody.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import convert_frame, pgo
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    def codes() -> list[Any]:
+        return [code for code in (seen() for seen in convert_frame.input_codes.seen) if code is not None]
+
+    before = {
+        id(code): [id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)] for code in codes()
+    }
+    known = set(before)
+    kept = codes()  # alive until the end, so that no id is used twice
+    with patched_attribute(pgo, "_CODE_STATE", type(pgo.get_code_state())(pgo.CodeState)):
+        try:
+            yield
+        finally:
+            for code in codes():
+                if id(code) not in known:
+                    reset_code(code)
+                    continue
+                for entry in _debug_get_cache_entry_list(code):
+                    manager = entry.guard_manager
+                    if id(manager) not in before[id(code)] and manager.extra_state is not None:
+                        manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("explained"))
+            del kept
+
+
+def mark_as_dynamo_graph(copied: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Gives a copy of a Dynamo graph what AOTAutograd reads in one beside its nodes.
+
+    ``_dynamo_source`` of placeholders, ``_param_name_to_source`` and ``meta["dynamo_compile_id"]``: without them
+    it would not know which inputs keep their address (``_try_get_metadata_from_dynamo``).
+    """
+    copied.meta.update(original.meta)
+    if hasattr(original, "_param_name_to_source"):
+        copied._param_name_to_source = original._param_name_to_source
+    for new, old in zip(copied.graph.nodes, original.graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+
+
+def untraced() -> Any:
+    """A block in which compiling is no part of the compilation going on (``torch._guards.tracing``)."""
+    from torch._guards import tracing
+
+    return tracing(None)

@@ -1,0 +1,63 @@
+"""FSDP and DTensor: whose parameter it is, how its group gathers it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor itself (``_local_tensor``); ``to_local`` gives an alias of it."""
+    return tensor._local_tensor
+
+
+def managed_by_fsdp(parameter: torch.Tensor) -> bool:
+    """Whether a parameter may be one that FSDP fills by all-gathers, preserving ``_version``.
+
+    FSDP1 marks them (``_fsdp_flattened``). FSDP2 does not: once a module of this process is sharded
+    (its class is then a subclass of ``FSDPModule``), any plain parameter may be one.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        return True
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and bool(module.FSDPModule.__subclasses__())
+
+
+def fsdp_group_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> Any:
+    """FSDP2's parameter group, below ``model``, whose parameter has such a local tensor; ``None`` if none has.
+
+    ``FSDPModule._get_fsdp_state()``, its ``_fsdp_param_groups`` (2.11: ``_fsdp_param_group``), their
+    ``fsdp_params`` and ``sharded_param``.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            params = group.fsdp_params if group is not None else ()
+            if any(is_local(local_tensor(param.sharded_param)) for param in params):
+                return group
+    return None
+
+
+def reshards_after_forward(group: Any) -> bool | str | None:
+    """Whether FSDP2 frees a group's parameters after the forward; ``"smaller"``: it keeps a part of them.
+
+    ``None`` for no group. Properties ``_reshard_after_forward`` and ``_use_post_forward_mesh``.
+    """
+    if group is None:
+        return None
+    if not group._reshard_after_forward:
+        return False
+    return "smaller" if group._use_post_forward_mesh else True
+
+
+def move_pre_hook_first(module: Any, key: int) -> None:
+    """Makes a forward pre-hook the first to run; ``key`` is its handle's ``id``."""
+    module._forward_pre_hooks.move_to_end(key, last=False)

@@ -1,0 +1,80 @@
+"""Inductor around a compile: ``compile_fx``, its configuration, its passes' base class, its caches."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+
+    class CustomGraphPass:
+        """Base class of graph passes that Inductor can put into its cache keys."""
+
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+        def uuid(self) -> Any: ...
+
+else:
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+
+
+def compile_fx_module() -> Any:
+    """The module that holds ``compile_fx``, which both the stock backend and f8fx end in."""
+    return importlib.import_module("torch._inductor.compile_fx")
+
+
+def inductor_config() -> Any:
+    """The module ``torch._inductor.config``; only read, and patched for one compile at a time."""
+    from torch._inductor import config
+
+    return config
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """Inductor options a ``torch.compile`` mode stands for; KeyError-free: unknown modes raise."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def inductor_modes() -> tuple[str, ...]:
+    """Names ``torch.compile(mode=...)`` knows."""
+    from torch._inductor import list_mode_options
+
+    return tuple(list_mode_options())
+
+
+def joint_custom_pre_pass() -> Any:
+    """The pass or passes a user has already put into ``joint_custom_pre_pass`` (2.11: one object)."""
+    return inductor_config().joint_custom_pre_pass
+
+
+def inductor_cache_dir() -> str:
+    """Directory of Inductor's on-disk caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def express_min_max_as_where() -> None:
+    """Makes Inductor's Triton code write ``minimum`` and ``maximum`` as ``tl.where``; results are the same.
+
+    Since torch 2.14 it writes ``tl.maximum(a, b, tl.PropagateNan.ALL)``. In a kernel that also stores a
+    transposed float8 copy, Triton then writes garbage bytes (https://github.com/triton-lang/triton/issues/11111), and
+    any min or max of the user's model can be fused into such a kernel. torchao does the same for the same reason
+    (``torchao/float8/_inductor_patch.py``). Can go when the oldest supported Triton has the fix.
+    """
+    major_minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if major_minor < (2, 14):
+        return
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    def written(sign: str) -> staticmethod[..., str]:
+        # a != a lets a NaN in a through; a NaN in b makes the comparison false, which chooses b
+        return staticmethod(lambda a, b: f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})")
+
+    setattr(TritonOverrides, "minimum", written("<"))  # noqa: B010
+    setattr(TritonOverrides, "maximum", written(">"))  # noqa: B010

@@ -1,0 +1,175 @@
+"""Inductor's lowerings and IR, for operators of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import fx
+
+from .inductor import inductor_config
+
+
+class Parts(NamedTuple):
+    """Values that stand side by side along a dimension."""
+
+    values: tuple[Any, ...]
+    dim: int
+
+
+class Lowering:
+    """Inductor's lowerings, called on its IR values (``torch._inductor.lowering``, ``ir``)."""
+
+    #: Devices that the options of a pass (:meth:`_tune`) are for.
+    tuned_devices: frozenset[str] = frozenset(("cuda", "xpu"))
+
+    def __init__(self) -> None:
+        from torch._inductor import ir, lowering
+
+        self._ir = ir
+        self._lowering = lowering
+
+    def register(self, target: Any, fn: Callable[..., Any]) -> None:
+        """Makes ``fn`` the lowering of an operator."""
+
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            self._tune()
+            return fn(*args, **kwargs)
+
+        self._lowering.register_lowering(target, type_promotion_kind=None)(lower)
+
+    def _tune(self) -> None:
+        """Sets the Inductor options that the pass carries, for the graph being compiled.
+
+        ``compile_fx`` restores them afterwards: they are among the options it was given for this compile.
+        """
+        from torch._inductor.virtualized import V
+
+        config = inductor_config()
+        tuning = getattr(config.joint_custom_pre_pass, "tuning", None)
+        if tuning and any(device in self.tuned_devices for device in V.graph.device_types):
+            for key, value in tuning.items():
+                if getattr(config, key) != value:
+                    setattr(config, key, value)
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """The lowering of an aten operator applied to IR values."""
+        return self._lowering.lowerings[target](*args, **kwargs)
+
+    def to_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+        """A cast, kept out of Inductor's cast elimination."""
+        return self._lowering.to_dtype(x, dtype)
+
+    def constant_like(self, constant: float, x: Any) -> Any:
+        """A constant of the shape, dtype and device of ``x``."""
+        return self._lowering.constant_like(constant)(x)
+
+    def realized(self, x: Any) -> Any:
+        """The value, written to a buffer of its own instead of being inlined into its readers."""
+        x.realize()
+        return x
+
+    def alone(self, x: Any) -> Any:
+        """:meth:`realized`, in a kernel that is fused with no other (``V.graph.no_fuse_buffer_names``)."""
+        from torch._inductor.virtualized import V
+
+        x.realize()
+        V.graph.no_fuse_buffer_names.add(x.get_name())
+        if self.parts(x) is not None:
+            x.f8fx_parts = None
+        return x
+
+    def definition(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the operator itself out of the generated code (``fallback_handler``)."""
+        return self._lowering.fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+
+    def copied(self, x: Any) -> Any:
+        """A copy of the value that is not removed as a no-op where ``x`` is a view."""
+        return self._ir.ExternKernel.copy_input(x)
+
+    def row_major(self, x: Any) -> Any:
+        """The 2-D value in a buffer of its own with contiguous strides."""
+        return self._ir.ExternKernel.require_stride_order(x, [1, 0])
+
+    def concatenation(self, values: Sequence[Any], dim: int) -> Any:
+        """The values side by side, as a value that remembers its :meth:`parts`."""
+        whole = self._lowering.pointwise_cat(list(values), dim)
+        whole.f8fx_parts = Parts(tuple(values), dim)
+        return whole
+
+    def parts(self, x: Any) -> Parts | None:
+        """What a :meth:`concatenation` was made of; ``None`` for any other value."""
+        return getattr(x, "f8fx_parts", None)
+
+    def filled(self, values: Sequence[Any], dim: int) -> Any:
+        """One contiguous buffer that the kernels of the 2-D values write into, side by side.
+
+        What ``ir.ConcatKernel.create`` does, without the padding of strides, which float8 gemms do not take.
+        """
+        from torch._inductor.virtualized import V
+
+        ir = self._ir
+        sizes = list(values[0].get_size())
+        ends: list[Any] = []
+        for value in values:
+            ends.append((ends[-1] if ends else 0) + value.get_size()[dim])
+        sizes[dim] = ends[-1]
+        layout = ir.FixedLayout(
+            device=values[0].get_device(),
+            dtype=values[0].get_dtype(),
+            size=sizes,
+            stride=ir.FlexibleLayout.contiguous_strides(sizes),
+        )
+        kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+        buffer = ir.StorageBox(kernel)
+        for value, start, end in zip(values, [0, *ends], ends, strict=False):
+            place = ir.SliceView.create(buffer, dim, start, end, clamp=False)
+            kernel.inputs.append(ir.ConcatKernel.realize_into(value, place))
+        kernel.name = V.graph.register_buffer(kernel)
+        kernel.inputs = ir.ConcatKernel.unwrap_storage(kernel.inputs)
+        V.graph.register_operation(kernel)
+        return ir.TensorBox(buffer)
+
+    def is_large(self, x: Any, rows: int = 1024) -> bool:
+        """Whether a 2-D value is known to have at least so many rows and is on a GPU."""
+        from torch._inductor.virtualized import V
+
+        return x.get_device().type != "cpu" and V.graph.sizevars.statically_known_geq(x.get_size()[0], rows)
+
+    def is_normalized(self, target: Any) -> bool:
+        """Whether the node being lowered is a `target` of something pointwise over a tensor and one number a row."""
+        from torch._inductor.virtualized import V
+
+        if V.graph.current_node.target is not target:
+            return False
+        source = cast("fx.Node", V.graph.current_node.args[0])
+        columns = source.meta["val"].shape[-1]
+        seen: set[fx.Node] = set()
+        todo = [source]
+        while todo:
+            node = todo.pop()
+            if node in seen or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            seen.add(node)
+            shape = node.meta["val"].shape
+            if len(shape) > 1 and shape[-1] == 1 and columns != 1:
+                return True
+            tags = getattr(node.target, "tags", ())
+            if torch.Tag.pointwise in tags or getattr(node.target, "is_view", False):
+                todo.extend(node.all_input_nodes)
+        return False
+
+    def missing(self, size: Any, multiple: int) -> Any:
+        """How many elements take a size (a number or a sympy expression) to a multiple."""
+        if multiple == 1:
+            return 0
+        from torch._inductor.virtualized import V
+
+        expression = (-size) % multiple
+        return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
+
+
+def inductor_lowering() -> Lowering:
+    """See :class:`Lowering`."""
+    return Lowering()

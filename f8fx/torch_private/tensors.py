@@ -1,0 +1,88 @@
+"""Fake tensors, symbolic sizes and what else is private about tensors and operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def detect_fake_mode(values: Sequence[Any]) -> Any:
+    """The FakeTensorMode the values live in, or None (``torch._guards.detect_fake_mode``)."""
+    from torch._guards import detect_fake_mode as detect
+
+    return detect(values)
+
+
+def fake_tensor_mode(**kwargs: Any) -> Any:
+    """A new ``torch._subclasses.FakeTensorMode``."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**kwargs)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a value is a ``torch._subclasses.FakeTensor``: shape and dtype, no data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_like(
+    like: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """A new fake tensor in the mode of another, made without dispatch (``FakeTensor.__new__``).
+
+    ``None`` where a mode is active that catches the making of its meta tensor.
+    """
+    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if type(meta) is not torch.Tensor:
+        return None
+    return type(like)(like.fake_mode, meta, device)
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The value a symbolic size had when it was traced; None where it has none (unbacked)."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    return int(node.hint) if node.has_hint() else None
+
+
+def statically_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on symbolic sizes always holds, without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors, fake ones too, that are views of one memory (``UntypedStorage._cdata``)."""
+    return tensor.untyped_storage()._cdata
+
+
+def infinity_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Largest magnitudes of non-empty tensors, in their dtypes, by as few kernels as there can be."""
+    return torch._foreach_norm(list(tensors), float("inf"))
+
+
+def disabled_torch_function() -> Any:
+    """What a tensor subclass that acts in ``__torch_dispatch__`` alone has as ``__torch_function__``."""
+    return torch._C._disabled_torch_function_impl
+
+
+def is_mutating(operator: Any) -> bool:
+    """Whether an operator writes to one of its arguments (``OpOverload._schema``)."""
+    return operator._schema.is_mutable
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward (``torch._C._current_graph_task_id``)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_present(device: torch.device) -> bool:
+    """Whether a GPU is really there, not only in the shapes of fake tensors (``torch._C._cuda_getDeviceCount``)."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)  # missing in builds for the CPU
+    return count is not None and count() > (device.index or 0)
