@@ -23,7 +23,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from f8fx.kernels import cast, cast_transpose, column_scale, launch, row_cast
+from f8fx.kernels import cast, cast_transpose, column_scale, launch, row_cast, row_cast_columns
 from f8fx.recipe import EPS
 
 pytest.importorskip("triton")
@@ -230,6 +230,18 @@ def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2):
 
 
 @in_interpreter
+@settings(sweep, max_examples=150)
+@given(**sources, fp8=float8, power_of_2=st.booleans(), rows=st.sampled_from([1, 4, 32]))
+def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, rows):
+    x = source(shape, high, seed, special, layout)
+    got = row_cast_columns.row_cast_columns(x, dtype=fp8, power_of_2=power_of_2, rows=rows)
+    data, scale, columns = row_cast_columns.reference(x, dtype=fp8, power_of_2=power_of_2)
+    same_bits(got[0], data)
+    same_scales(got[1], scale)
+    same_scales(got[2], columns)
+
+
+@in_interpreter
 def test_starting_tiles():
     x = source((130, 150), torch.bfloat16, 0)
     scale = scale_of(x, None, torch.float8_e4m3fn, "fit", 0)
@@ -340,3 +352,21 @@ def test_starting_tile_fills_the_machine():
     assert row_cast.tile_of(64) == launch.Tile(32, 64, 4)
     assert row_cast.tile_of(14336) == launch.Tile(1, 16384, 16)
     assert row_cast.tile_of(28672) == launch.Tile(1, 8192, 16)
+    assert row_cast_columns.rows_per_program(4096, 14336, 132) == 32
+    assert row_cast_columns.rows_per_program(8192, 4096, 132) == 16
+
+
+@on_host
+def test_what_rows_and_columns_at_once_are_not_for():
+    def why_not(*shape, dtype=torch.bfloat16, strides=None):
+        x = torch.empty_strided(
+            shape, strides or torch.empty(shape, device="meta").stride(), dtype=dtype, device="meta"
+        )
+        return row_cast_columns.why_not(x, torch.float8_e4m3fn)
+
+    assert why_not(8, 16384) is None and why_not(8, 8192, dtype=torch.float32) is None
+    assert why_not(8, 16, strides=(48, 1)) is None
+    for reason in (why_not(8, 16400), why_not(8, 8208, dtype=torch.float32), why_not(0, 16), why_not(16, 0)):
+        assert reason == "rows have 1 to 32768 bytes"
+    assert why_not(8, 16, strides=(1, 8)) == "elements of a row do not lie side by side"
+    assert "2-D" in why_not(8, 16, 2) and "float32" in why_not(8, 16, dtype=torch.float64)
