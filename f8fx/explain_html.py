@@ -61,9 +61,11 @@ def page(explanation: Explanation) -> str:
 
 
 def _cards(e: Explanation) -> str:
+    merged = e.gemms < e.converted
     cards = [
         (f"{e.gemm_speedup:.2f}x", "", "speedup of all matmuls together, casts included"),
         (f"{e.converted}", f" of {e.total}", "matmuls in float8"),
+        *([(f"{e.gemms}", f" from {e.converted}", "float8 gemms, after merging")] if merged else []),
         _change(e.high_seconds, e.float8_seconds, seconds_text, "time in matmuls and casts"),
     ]
     if e.training:

@@ -59,7 +59,8 @@ class Group:
         """Reason and numbers, "" where the other columns say it all."""
         row = self.first
         if row.converted:
-            return re.sub(r"^pays: [\d.]+x(; )?", "", row.detail)
+            detail = re.sub(r"^pays: [\d.]+x(; )?", "", row.detail)
+            return "; ".join(text for text in (detail, row.merge) if text)
         if row.detail.startswith(row.reason):
             return row.detail
         return f"{row.reason}: {row.detail}" if row.detail else row.reason
@@ -79,7 +80,16 @@ def grouped(rows: Iterable[Row], expand: bool = False) -> list[Group]:
     modules: dict[str, dict[tuple[object, ...], list[Row]]] = {}
     for number, row in enumerate(rows):
         name = row.fqn if expand else pattern_of(row.fqn)
-        what = (row.role, row.m, row.k, row.n, row.converted, row.reason, f"{row.speedup or 0:.2f}")
+        what = (
+            row.role,
+            row.m,
+            row.k,
+            row.n,
+            row.converted,
+            row.reason,
+            row.merge,
+            f"{row.speedup or 0:.2f}",
+        )
         alone = (number,) if expand else ()
         modules.setdefault(name, defaultdict(list))[what + alone].append(row)
     result: list[Group] = []
@@ -224,6 +234,19 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
             f"with float8 and its casts: {e.gemm_speedup:.2f}x",
         )
     ]
+    if e.gemms < e.converted:
+        merged = [merge for merge in e.merges if merge.merged]
+        before, after = (
+            sum(getattr(merge, name) or 0.0 for merge in merged)
+            for name in ("separate_seconds", "merged_seconds")
+        )
+        result.append(
+            (
+                "Merged",
+                f"{e.converted} matmuls run as {e.gemms} float8 gemms; those concerned are predicted to take "
+                f"{seconds_text(after)} instead of {seconds_text(before)}, casts not counted",
+            )
+        )
     if e.training:
         result.append(
             (
