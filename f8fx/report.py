@@ -141,6 +141,7 @@ class GraphReport:
         training: whether the graph holds a backward.
         decisions: one for each matmul, in graph order.
         merges: one for each set of converted layers that read one input, in graph order.
+        reused_weights: how many weights are read in float8, as quantized before (``weights="cached"``, ``"reused"``).
         gathers: one for each all-gather of a graph in which a matmul was converted, in graph order.
         traffic: what ranks must agree on, one for each process group.
         pass_seconds: time of each pass, by name.
@@ -154,6 +155,7 @@ class GraphReport:
     training: bool = False
     decisions: list[Decision] = field(default_factory=list)
     merges: list[MergeDecision] = field(default_factory=list)
+    reused_weights: int = 0
     gathers: list[GatherDecision] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
@@ -199,6 +201,7 @@ class GraphReport:
             any(report.training for report in reports),
             [decision for report in reports for decision in report.decisions],
             [merge for report in reports for merge in report.merges],
+            sum(report.reused_weights for report in reports),
             [gather for report in reports for gather in report.gathers],
             [traffic for report in reports for traffic in report.traffic],
             warnings=[warning for report in reports for warning in report.warnings],
@@ -220,6 +223,8 @@ class GraphReport:
         if self.skipped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
             text += f", {self.skipped} skipped: {reasons}"
+        if self.reused_weights:
+            text += f"; {self.reused_weights} weight{'s' * (self.reused_weights > 1)} kept in float8"
         if self.gathers:
             text += f"; {sum(g.moved for g in self.gathers)} of {len(self.gathers)} gathers in float8"
             stay = Counter(g.reason for g in self.gathers if not g.moved).most_common()

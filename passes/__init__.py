@@ -139,6 +139,7 @@ class Pipeline:
             run("quantize", self.quantize, graph, merged.conversions)
             if self.reuse is not None:
                 run("reuse", self.reuse, graph)
+                report.reused_weights = len(self.reuse.taken)
             run("share", self.share, graph)
             report.gathers = run("collectives", self.collectives, graph)
             run("materialize", self.materialize, graph)

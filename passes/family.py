@@ -19,7 +19,7 @@ from f8fx.recipe import Role
 from .choice import ALIGNMENT, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
-from .operand import CASTS, MOVEMENTS, SAME_ORDER, is_same, shape_of
+from .operand import CASTS, MOVEMENTS, SAME_ORDER, is_elementwise, shape_of
 
 aten = torch.ops.aten
 
@@ -345,16 +345,7 @@ def _additions(node: fx.Node) -> list[fx.Node]:
 
 def _adds_alike(node: fx.Node) -> bool:
     """Whether two tensors of one shape and dtype are added, without broadcasting."""
-    if node.args[0] is node.args[1]:
-        return False
-    nodes = [arg for arg in (node, *node.args[:2]) if isinstance(arg, fx.Node)]
-    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if len(values) != 3:
-        return False
-    same_shape = all(
-        value.dim() == values[0].dim() and all(map(is_same, value.shape, values[0].shape)) for value in values
-    )
-    return same_shape and len({value.dtype for value in values}) == 1
+    return node.args[0] is not node.args[1] and is_elementwise(node)
 
 
 def _can_wait(members: Sequence[Convert], order: dict[fx.Node, int]) -> bool:

@@ -49,7 +49,7 @@ from .family import Apart, Family, families, users_between
 from .find import backward_nodes
 from .gemm import Gemm
 from .merge_worth import Paying, judged, merge_decision, noted
-from .operand import MOVEMENTS, SAME_ORDER, shape_of
+from .operand import MOVEMENTS, SAME_ORDER, readers, shape_of
 from .rewrite import Inserter, Provenance
 from .worth import cost_model
 
@@ -276,20 +276,12 @@ def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.No
     saved, returned = set(), set()
     for conversion in members:
         node = conversion.gemm.node
-        readers = _readers(node)
-        if any(reader.op == "output" for reader in readers):
+        read_by = readers(node, MOVEMENTS)
+        if any(reader.op == "output" for reader in read_by):
             returned.add(node)
-        if not readers.isdisjoint(backward):
+        if not read_by.isdisjoint(backward):
             saved.add(node)
     return returned | (saved if len(saved) < len(members) else set())
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """What reads a value, through movement operators."""
-    found: set[fx.Node] = set()
-    for user in node.users:
-        found |= _readers(user) if user.target in MOVEMENTS else {user}
-    return found
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:

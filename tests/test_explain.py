@@ -163,6 +163,31 @@ def test_bytes_in_collectives():
     assert f8fx.explain(Mlp(16, 16), torch.ones(4, 16)).communicated_bytes == 0
 
 
+def test_gathers_are_shown_with_their_reasons():
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed._functional_collectives import all_gather_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def forward(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        weight, other = (all_gather_tensor(w, 0, group=dist.group.WORLD) for w in (weight, other))
+        return F.linear(x, weight) + F.linear(x, other * 2)
+
+    args = [meta_input(2048, 1024), *(meta_input(256, 1024) for _ in range(2))]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        e = f8fx.explain(forward, *args, select="all")
+    finally:
+        dist.destroy_process_group()
+    text = io.StringIO()
+    e.print(text)
+    printed = " ".join(text.getvalue().split())
+    assert "(no module) 1024 x 1024 bfloat16 4 yes moved: 2097152 bytes become" in printed
+    assert "(no module) 1024 x 1024 bfloat16 4 - no float8 matmul reads it: mul" in printed
+    assert 'id="gathers"' in e.to_html() and "no float8 matmul reads it: mul" in e.to_html()
+    none = f8fx.explain(Mlp(16, 16), torch.ones(4, 16))
+    assert 'id="gathers"' not in none.to_html()
+
+
 def test_merging_is_predicted():
     """q, k, v and gate, up are one gemm each, in every role: 12 gemms for 21 matmuls."""
     with torch.device("meta"):

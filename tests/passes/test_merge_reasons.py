@@ -384,8 +384,9 @@ def test_a_sum_inside_a_sum():
     """The gradients of y are summands of the gradient of x; replaced first, their sum is not there any more."""
 
     def f(x, a, b, c, d):
+        first = F.linear(x, a).sin()
         y = x + 1
-        return F.linear(x, a).sin() * F.linear(y, b).sin() * F.linear(x, c).sin() * F.linear(y, d)
+        return first * F.linear(y, b).sin() * F.linear(x, c).sin() * F.linear(y, d)
 
     pipeline = f8fx.Options.parse({"select": "all", "target": "h100"}).pipeline()
     reasons = []
