@@ -13,9 +13,11 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from .explain_show import (
+    GATHER_COLUMNS,
     Group,
     bytes_text,
     grouped,
+    grouped_gathers,
     pattern_of,
     seconds_text,
     wire_note,
@@ -50,6 +52,7 @@ def page(explanation: Explanation) -> str:
         _banner(e),
         _time_chart(e),
         _speedup_chart(e),
+        _gathers(e),
         _wire(e),
         _table(e),
         f"</main><script>{SCRIPT}</script></body></html>\n",
@@ -61,9 +64,11 @@ def page(explanation: Explanation) -> str:
 
 
 def _cards(e: Explanation) -> str:
+    merged = e.gemms < e.converted
     cards = [
         (f"{e.gemm_speedup:.2f}x", "", "speedup of all matmuls together, casts included"),
         (f"{e.converted}", f" of {e.total}", "matmuls in float8"),
+        *([(f"{e.gemms}", f" from {e.converted}", "float8 gemms, after merging")] if merged else []),
         _change(e.high_seconds, e.float8_seconds, seconds_text, "time in matmuls and casts"),
     ]
     if e.training:
@@ -226,6 +231,21 @@ def _speedup_row(group: Group, place, lines: str, largest: float) -> str:
         f'<div class="track" title="{tip}">{lines}<div class="bar{kind}" style="left:{left:.2%};'
         f'width:{right - left:.2%};height:{height}px"></div>'
         f'<em style="left:{right:.2%}">{speedup:.2f}x</em></div>'
+    )
+
+
+# -- all-gathers in the graph ---------------------------------------------------------------------
+
+
+def _gathers(e: Explanation) -> str:
+    rows = grouped_gathers(e)
+    if not rows:
+        return ""
+    heads = "".join(f'<th class="l">{name}</th>' for name in GATHER_COLUMNS)
+    body = "".join(f"<tr>{''.join(f'<td class=l>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        '<section id="gathers"><h2>All-gathers in the graph</h2><div class="scroll"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
 

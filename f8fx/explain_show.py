@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
@@ -59,7 +59,8 @@ class Group:
         """Reason and numbers, "" where the other columns say it all."""
         row = self.first
         if row.converted:
-            return re.sub(r"^pays: [\d.]+x(; )?", "", row.detail)
+            detail = re.sub(r"^pays: [\d.]+x(; )?", "", row.detail)
+            return "; ".join(text for text in (detail, row.merge) if text)
         if row.detail.startswith(row.reason):
             return row.detail
         return f"{row.reason}: {row.detail}" if row.detail else row.reason
@@ -79,7 +80,16 @@ def grouped(rows: Iterable[Row], expand: bool = False) -> list[Group]:
     modules: dict[str, dict[tuple[object, ...], list[Row]]] = {}
     for number, row in enumerate(rows):
         name = row.fqn if expand else pattern_of(row.fqn)
-        what = (row.role, row.m, row.k, row.n, row.converted, row.reason, f"{row.speedup or 0:.2f}")
+        what = (
+            row.role,
+            row.m,
+            row.k,
+            row.n,
+            row.converted,
+            row.reason,
+            row.merge,
+            f"{row.speedup or 0:.2f}",
+        )
         alone = (number,) if expand else ()
         modules.setdefault(name, defaultdict(list))[what + alone].append(row)
     result: list[Group] = []
@@ -141,10 +151,36 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None, expa
     console.print(_table(explanation, expand))
     for label, text in totals(explanation):
         console.print(f"[bold]{label}[/bold]: {text}")
+    if gathers := grouped_gathers(explanation):
+        console.print()
+        console.print(_gathers_table(gathers))
     if explanation.communication is not None:
         console.print()
         console.print(_wire_table(explanation.communication))
         console.print(wire_note(explanation.communication), style="dim", markup=False)
+
+
+GATHER_COLUMNS = ("gathered in", "shape", "dtype", "ranks", "float8", "why")
+
+
+def grouped_gathers(explanation: Explanation) -> list[tuple[str, ...]]:
+    """The text of :data:`GATHER_COLUMNS` for the all-gathers of the graphs; equal layers are one row."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for g in (gather for graph in explanation.graphs for gather in graph.gathers):
+        why = f"{g.reason}: {g.detail}" if g.detail else g.reason
+        name = pattern_of(g.fqn) or "(no module)"
+        shape = " x ".join(map(str, g.shape))
+        found[name, shape, g.dtype, str(g.group_size), "yes" if g.moved else "-", why] += 1
+    return [(f"{row[0]} x{count}" if count > 1 else row[0], *row[1:]) for row, count in found.items()]
+
+
+def _gathers_table(rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(box=None, pad_edge=False, title="All-gathers in the graph", title_justify="left")
+    for column in GATHER_COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _wire_table(c: Communication) -> Table:
@@ -224,6 +260,19 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
             f"with float8 and its casts: {e.gemm_speedup:.2f}x",
         )
     ]
+    if e.gemms < e.converted:
+        merged = [merge for merge in e.merges if merge.merged]
+        before, after = (
+            sum(getattr(merge, name) or 0.0 for merge in merged)
+            for name in ("separate_seconds", "merged_seconds")
+        )
+        result.append(
+            (
+                "Merged",
+                f"{e.converted} matmuls run as {e.gemms} float8 gemms; those concerned are predicted to take "
+                f"{seconds_text(after)} instead of {seconds_text(before)}, casts not counted",
+            )
+        )
     if e.training:
         result.append(
             (

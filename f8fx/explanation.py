@@ -33,7 +33,7 @@ from .options import Options
 from .partition import Partitioner
 from .passes import Pipeline
 from .recipe import Role
-from .report import Decision, GraphReport
+from .report import Decision, GraphReport, MergeDecision
 
 if TYPE_CHECKING:
     from .communication import Communication, World
@@ -55,8 +55,10 @@ class Row:
         speedup: predicted seconds as it is over those in float8, its share of the casts included; also of a
             matmul that is left as it is, where float8 would be legal. ``None`` where there is no prediction.
         high_seconds: predicted, as it is; ``None`` where sizes are unknown.
-        float8_seconds: predicted, as decided: in float8 with its casts if converted, else as it is.
+        float8_seconds: predicted, as decided: in float8 with its share of casts and of a merged gemm if converted,
+            else as it is.
         share: of the predicted seconds of all matmuls as they are, 0 to 1.
+        merge: where others read the input too: what it would be merged with, or why it would not.
     """
 
     graph: int
@@ -72,6 +74,7 @@ class Row:
     high_seconds: float | None
     float8_seconds: float | None
     share: float | None
+    merge: str = ""
 
     @property
     def size(self) -> str:
@@ -121,6 +124,16 @@ class Explanation:
         return sum(row.converted for row in self.rows)
 
     @property
+    def gemms(self) -> int:
+        """Float8 gemms that would run: as many as matmuls in float8, fewer where some are merged."""
+        return sum(graph.gemms for graph in self.graphs)
+
+    @property
+    def merges(self) -> list[MergeDecision]:
+        """Sets of layers that read one input, and whether each would be merged."""
+        return [merge for graph in self.graphs for merge in graph.merges]
+
+    @property
     def reasons(self) -> dict[str, int]:
         """How many matmuls are skipped for each reason, most frequent first."""
         return dict(Counter(row.reason for row in self.rows if not row.converted).most_common())
@@ -144,6 +157,8 @@ class Explanation:
         """The summary in a line."""
         text = f"{self.converted} of {self.total} matmuls of {self.model} in float8 ({self.recipe})"
         text += f" on {self.target}"
+        if self.gemms < self.converted:
+            text += f", merged into {self.gemms} gemms"
         if self.reasons:
             text += "; " + ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
         return text
@@ -156,7 +171,7 @@ class Explanation:
         own["graphs"] = [graph.to_dict() for graph in self.graphs]
         own["rows"] = [dataclasses.asdict(row) for row in self.rows]
         own["communication"] = self.communication.to_dict() if self.communication else None
-        names = ("total", "converted", "reasons", "high_seconds", "float8_seconds", "gemm_speedup")
+        names = ("total", "converted", "gemms", "reasons", "high_seconds", "float8_seconds", "gemm_speedup")
         own["totals"] = {name: getattr(self, name) for name in names}
         return own
 
@@ -305,4 +320,5 @@ def _row(graph: int, d: Decision, total: float) -> Row:
         high_seconds=d.seconds,
         float8_seconds=decided,
         share=d.seconds / total if d.seconds is not None and total else None,
+        merge=d.merge,
     )

@@ -82,6 +82,10 @@ def plan(model: CostModel, gemms: Sequence[PlannedGemm], drop: bool = True) -> l
     roles; then the layers that shared casts with what was dropped are looked at again, until
     nothing changes.
 
+    An even split is a fair start and may drop too much: k and v lose by their third of the input's cast, which
+    is made for q all the same. So in the end what was dropped comes back where it pays for the casts that
+    nobody else makes, and only those are counted for it.
+
     Args:
         drop: whether to drop anything; if not, the verdicts say what everything converted costs.
 
@@ -109,6 +113,7 @@ class _Plan:
         for i, gemm in enumerate(gemms):
             self.layers.setdefault(gemm.layer, []).append(i)
         self.dropped: dict[int, Verdict] = {}
+        self.returned: set[int] = set()
 
     def _items(self, index: int, gemm: PlannedGemm) -> list[Hashable]:
         """The casts and amaxes that a gemm needs; enters their cost and this user."""
@@ -184,6 +189,31 @@ class _Plan:
                 self.users[item].discard(i)
         return {item for i in dropped for item in self.items[i]}
 
+    def _return(self, layer: Hashable) -> bool:
+        """Converts again what pays, of a layer, beside all that is converted; whether anything does."""
+        absent = [i for i in self.layers[layer] if i in self.dropped]
+        rest = list(absent)
+        for i in absent:
+            others = {item for j in rest if j != i for item in self.items[j]}
+            own = sum(self.seconds[item] for item in self._unpaid((i,)) if item not in others)
+            if self.float8[i] + own > self.high[i]:
+                rest.remove(i)
+        unpaid = self._unpaid(rest)
+        gain = sum(self.high[i] - self.float8[i] for i in rest) - sum(map(self.seconds.__getitem__, unpaid))
+        if not rest or gain <= 0:
+            return False
+        for i in rest:
+            self.items[i] = [item for item in self.items[i] if item in unpaid]
+            for item in self.items[i]:
+                self.users[item].add(i)
+            del self.dropped[i]
+        self.returned.update(rest)
+        return True
+
+    def _unpaid(self, gemms: Sequence[int]) -> dict[Hashable, None]:
+        """The casts of gemms that no converted gemm needs."""
+        return {item: None for i in gemms for item in self.items[i] if not self.users[item]}
+
     def run(self, drop: bool) -> list[Verdict]:
         if not self.model.can_pay:
             reason = f"{self.model.hardware.name} has no float8 tensor cores"
@@ -197,6 +227,11 @@ class _Plan:
             dirty = [layer for layer in self.layers if layer in touched] if touched else []
             if not dirty:
                 break
+        for _ in range(self.ROUNDS):  # what comes back may make casts that others want
+            absent = dict.fromkeys(self.gemms[i].layer for i in self.dropped)
+            returned = [self._return(layer) for layer in absent]
+            if not any(returned):
+                break
         return self._verdicts()
 
     def _verdicts(self) -> list[Verdict]:
@@ -205,5 +240,8 @@ class _Plan:
             kept = {i: self._share(i) for i in gemms if i not in self.dropped}
             if kept:
                 speedup = sum(self.high[i] for i in kept) / sum(self.float8[i] + kept[i] for i in kept)
-                verdicts |= {i: self._verdict(i, True, f"pays: {speedup:.2f}x", kept[i]) for i in kept}
+                reason = f"pays: {speedup:.2f}x"
+                if any(i in self.returned for i in kept):
+                    reason += "; others make casts it needs"
+                verdicts |= {i: self._verdict(i, True, reason, kept[i]) for i in kept}
         return [verdicts[i] for i in range(len(self.gemms))]

@@ -46,9 +46,10 @@ class Decision:
         converted: whether it runs in float8.
         reason: why, in a few words that recur and can be counted.
         detail: the same with numbers, or "".
-        speedup: predicted time of the layer in high precision over that in float8, casts included;
-            ``None`` where no prediction was asked for.
+        speedup: predicted time of the matmul in high precision over that in float8, its share of the casts and
+            of a merged gemm included; ``None`` where no prediction was asked for.
         seconds: predicted time of the matmul in high precision, ``None`` likewise.
+        merge: of a converted one whose input others read too: what it was merged with, or why it was not.
     """
 
     fqn: str
@@ -61,6 +62,34 @@ class Decision:
     detail: str = ""
     speedup: float | None = None
     seconds: float | None = None
+    merge: str = ""
+
+
+@dataclass(frozen=True)
+class MergeDecision:
+    """Converted layers that read one input, and whether their matmuls run as one gemm.
+
+    Attributes:
+        layers: the modules that called them, "" for none.
+        merged: whether each of their roles is one gemm.
+        reason: why not, in a few words that recur and can be counted.
+        detail: the same with names or numbers, or "".
+        roles: those that are merged.
+        separate_seconds, merged_seconds: predicted, of these roles' float8 gemms without casts; ``None`` if not merged.
+    """
+
+    layers: tuple[str, ...]
+    merged: bool
+    reason: str
+    detail: str = ""
+    roles: tuple[Role, ...] = ()
+    separate_seconds: float | None = None
+    merged_seconds: float | None = None
+
+    @property
+    def spared(self) -> int:
+        """How many gemms fewer run."""
+        return (len(self.layers) - 1) * len(self.roles)
 
 
 @dataclass(frozen=True)
@@ -111,6 +140,8 @@ class GraphReport:
         target: name of the hardware the decisions were for.
         training: whether the graph holds a backward.
         decisions: one for each matmul, in graph order.
+        merges: one for each set of converted layers that read one input, in graph order.
+        reused_weights: how many weights are read in float8, as quantized before (``weights="cached"``, ``"reused"``).
         gathers: one for each all-gather of a graph in which a matmul was converted, in graph order.
         traffic: what ranks must agree on, one for each process group.
         pass_seconds: time of each pass, by name.
@@ -123,6 +154,8 @@ class GraphReport:
     target: str = ""
     training: bool = False
     decisions: list[Decision] = field(default_factory=list)
+    merges: list[MergeDecision] = field(default_factory=list)
+    reused_weights: int = 0
     gathers: list[GatherDecision] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
@@ -139,6 +172,11 @@ class GraphReport:
     def converted(self) -> int:
         """Matmuls that run in float8."""
         return 0 if self.fallback else sum(d.converted for d in self.decisions)
+
+    @property
+    def gemms(self) -> int:
+        """Float8 gemms that run: as many as matmuls in float8, fewer where some were merged."""
+        return 0 if self.fallback else self.converted - sum(merge.spared for merge in self.merges)
 
     @property
     def skipped(self) -> int:
@@ -162,6 +200,8 @@ class GraphReport:
             ", ".join(sorted({report.target for report in reports if report.target})),
             any(report.training for report in reports),
             [decision for report in reports for decision in report.decisions],
+            [merge for report in reports for merge in report.merges],
+            sum(report.reused_weights for report in reports),
             [gather for report in reports for gather in report.gathers],
             [traffic for report in reports for traffic in report.traffic],
             warnings=[warning for report in reports for warning in report.warnings],
@@ -178,9 +218,13 @@ class GraphReport:
         if not self.total:
             return f"f8fx: no matmuls in this graph ({self.recipe})"
         text = f"f8fx: {self.converted} of {self.total} matmuls in float8 ({self.recipe})"
+        if self.gemms < self.converted:
+            text += f", merged into {self.gemms} gemms"
         if self.skipped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
             text += f", {self.skipped} skipped: {reasons}"
+        if self.reused_weights:
+            text += f"; {self.reused_weights} weight{'s' * (self.reused_weights > 1)} kept in float8"
         if self.gathers:
             text += f"; {sum(g.moved for g in self.gathers)} of {len(self.gathers)} gathers in float8"
             stay = Counter(g.reason for g in self.gathers if not g.moved).most_common()
@@ -197,8 +241,13 @@ class GraphReport:
         """The inverse of :meth:`to_dict`."""
         gathers = [GatherDecision(**{**g, "shape": tuple(g["shape"])}) for g in data.get("gathers", ())]
         decisions = [Decision(**d) for d in data["decisions"]]
+        merges = [
+            MergeDecision(**{**m, "layers": tuple(m["layers"]), "roles": tuple(m["roles"])})
+            for m in data.get("merges", ())
+        ]
         traffic = [Traffic(**{k: tuple(v) for k, v in t.items()}) for t in data.get("traffic", ())]
-        return GraphReport(**{**data, "decisions": decisions, "gathers": gathers, "traffic": traffic})
+        lists = {"decisions": decisions, "merges": merges, "gathers": gathers, "traffic": traffic}
+        return GraphReport(**{**data, **lists})
 
 
 _RECORDERS: list[list[GraphReport]] = []

@@ -19,6 +19,7 @@ def print_report(report: GraphReport, file: TextIO | None = None) -> None:
         table.add_column(column, overflow="fold")
     for d in report.decisions:
         why = f"{d.reason} ({d.detail})" if d.detail else d.reason
+        why = f"{why}; {d.merge}" if d.merge else why
         table.add_row(d.fqn, d.role, f"{d.m} x {d.k} x {d.n}", "yes" if d.converted else "-", why)
     console.print(table)
     if report.gathers:

@@ -137,12 +137,13 @@ class Pipeline:
         found = run("find", self.find, graph)
         cached = self.reuse.cached(graph) if self.reuse is not None and not report.training else ()
         choices = run("select", self.select, found, cached)
-        conversions = [choice for choice in choices if isinstance(choice, Convert)]
-        if conversions:
-            conversions = run("merge", self.merge, graph, conversions)
-            run("quantize", self.quantize, graph, conversions)
+        if any(isinstance(choice, Convert) for choice in choices):
+            merged = run("merge", self.merge, graph, choices)
+            choices, report.merges = merged.choices, merged.decisions
+            run("quantize", self.quantize, graph, merged.conversions)
             if self.reuse is not None:
                 run("reuse", self.reuse, graph)
+                report.reused_weights = len(self.reuse.taken)
             run("share", self.share, graph)
             report.gathers = run("collectives", self.collectives, graph)
             run("amaxes", self.amaxes, graph)

@@ -17,7 +17,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Convert:
-    """A matmul to rewrite, and how."""
+    """A matmul to rewrite, and how; ``merge`` is what `merge` has to say of it."""
 
     gemm: Gemm
     spec: GemmSpec
@@ -28,6 +28,7 @@ class Convert:
     detail: str = ""
     speedup: float | None = None
     seconds: float | None = None
+    merge: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def decision(choice: Choice) -> Decision:
         detail=choice.detail,
         speedup=choice.speedup,
         seconds=choice.seconds,
+        merge=choice.merge if isinstance(choice, Convert) else "",
     )
 
 

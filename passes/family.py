@@ -1,10 +1,14 @@
-"""The looking half of *merge*: which layers read one input and can be one (:mod:`passes.merge`)."""
+"""The looking half of *merge*: which layers read one input and can be one (:mod:`passes.merge`).
+
+Every layer that reads an input others read too ends in a :class:`Family` or in an :class:`Apart` with its reason.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -12,9 +16,10 @@ from torch import fx
 from f8fx import ops
 from f8fx.recipe import Role
 
-from .choice import ALIGNMENT, Convert
-from .gemm import Gemm, Operand
-from .operand import CASTS, MOVEMENTS, SAME_ORDER, is_same, shape_of
+from .choice import ALIGNMENT, Choice, Convert
+from .fqn import short_names
+from .gemm import Gemm, Operand, Unmatched
+from .operand import CASTS, MOVEMENTS, SAME_ORDER, is_elementwise, shape_of
 
 aten = torch.ops.aten
 
@@ -51,68 +56,157 @@ class Family:
     grads: tuple[Operand, ...] = ()
     sum: Sum | None = None
 
+    @property
+    def layers(self) -> tuple[Gemm, ...]:
+        """The forward matmuls, in the order of the parts."""
+        return tuple(conversion.gemm for conversion in self.members["output"])
 
-def families(conversions: Sequence[Convert], order: dict[fx.Node, int]) -> list[Family]:
-    """All families among the conversions.
+
+@dataclass(frozen=True)
+class Apart:
+    """Layers that stay as they are though others read their input too.
+
+    Attributes:
+        layers: their forward matmuls.
+        reason: why, in a few words that recur and can be counted.
+        detail: the same with names or numbers, or "".
+    """
+
+    layers: tuple[Gemm, ...]
+    reason: str
+    detail: str = ""
+
+
+#: The gradients' conversions of each layer.
+Gradients = Mapping[tuple[fx.Node, Role], Sequence[Convert]]
+
+
+class _Likeness(NamedTuple):
+    """Equal for forward matmuls that could be one."""
+
+    source: fx.Node
+    transposed: bool
+    weight: torch.dtype
+    result: torch.dtype
+    left: torch.dtype
+    right: torch.dtype
+    recompute: Hashable
+    checkpoint: Hashable
+
+    @staticmethod
+    def of(conversion: Convert) -> _Likeness:
+        gemm = conversion.gemm
+        meta = gemm.node.meta
+        return _Likeness(
+            gemm.left.node,
+            gemm.right.transposed,
+            gemm.right.dtype,
+            gemm.dtype,
+            conversion.left_dtype,
+            conversion.right_dtype,
+            meta.get("recompute"),
+            meta.get("ac_graph_id"),
+        )
+
+    def difference(self, other: _Likeness) -> str:
+        """Why two matmuls of one input cannot be one; "" if they could."""
+        if self.transposed != other.transposed:
+            return "weights lie in memory differently"
+        if self[2:6] != other[2:6]:
+            return "dtypes differ"
+        return "checkpointed differently" if self != other else ""
+
+
+def families(choices: Sequence[Choice], order: dict[fx.Node, int]) -> list[Family | Apart]:
+    """What becomes of all layers that read one input, of those at least that are converted.
 
     Args:
         order: position of every node of the graph.
     """
-    groups: dict[Hashable, list[Convert]] = defaultdict(list)
+    groups: dict[_Likeness, list[Convert]] = defaultdict(list)
     gradients: dict[tuple[fx.Node, Role], list[Convert]] = defaultdict(list)
-    for conversion in conversions:
-        gemm = conversion.gemm
+    readers: dict[fx.Node, list[Choice]] = defaultdict(list)
+    for choice in choices:
+        gemm = choice.gemm
+        if isinstance(gemm, Unmatched):
+            continue
         if gemm.role == "output":
-            if _is_plain(conversion):
-                groups[_key(conversion)].append(conversion)
-        else:
-            gradients[gemm.layer, gemm.role].append(conversion)
-    found: list[Family] = []
+            readers[_input(gemm)].append(choice)
+            if isinstance(choice, Convert) and not _unfit(choice):
+                groups[_Likeness.of(choice)].append(choice)
+        elif isinstance(choice, Convert):
+            gradients[gemm.layer, gemm.role].append(choice)
+    found: list[Family | Apart] = []
     sums: set[fx.Node] = set()
     for group in groups.values():
         members = _distinct_weights(group, order)
-        family = _family(members, gradients, order) if len(members) > 1 else None
-        if family is None:
+        if len(members) < 2:
             continue
-        if family.sum is not None:
-            if not sums.isdisjoint((family.sum.root, *family.sum.others)):
-                continue  # another family's sum is part of this one's, and will have been replaced
-            sums.add(family.sum.root)
+        family = _family(members, gradients, order)
+        if isinstance(family, Family) and family.sum is not None:
+            if sums.isdisjoint((family.sum.root, *family.sum.others)):
+                sums.add(family.sum.root)
+            else:  # it will have been replaced
+                family = _apart(members, "another merged sum is part of theirs")
         found.append(family)
+    judged = {gemm.node for each in found for gemm in each.layers}
+    for siblings in readers.values():
+        found += _alone(siblings, groups, judged)
     return found
 
 
-def _key(conversion: Convert) -> Hashable:
-    """Equal for forward matmuls that could be one."""
-    gemm = conversion.gemm
-    meta = gemm.node.meta
-    return (
-        gemm.left.node,
-        gemm.right.transposed,
-        gemm.right.dtype,
-        gemm.dtype,
-        conversion.left_dtype,
-        conversion.right_dtype,
-        meta.get("recompute"),
-        meta.get("ac_graph_id"),
-    )
+def _input(gemm: Gemm) -> fx.Node:
+    return gemm.right.node if gemm.left.kind == "weight" else gemm.left.node
 
 
-def _is_plain(conversion: Convert) -> bool:
+def _unfit(conversion: Convert) -> str:
+    """Why a layer can be merged with no other; "" if it could be."""
     gemm = conversion.gemm
     weight = shape_of(gemm.right.node)
+    if gemm.left.kind != "input":
+        return "the weight is the left operand"
+    if gemm.left.transposed:
+        return "the input is read transposed"
+    if gemm.node.target not in _FORWARD or len(weight) != 2:
+        return "a batched matmul"
+    if gemm.node.kwargs:
+        return "scaled by alpha or beta"
+    if not all(isinstance(size, int) for size in (*weight, gemm.n)):
+        return "a weight of dynamic size"
+    if gemm.n % ALIGNMENT or conversion.pad_k:
+        return "needs padding"
+    if gemm.right.node.target in ops.MARKERS:
+        return "the weight is float8 already"
+    return "the weight is gathered in the graph" if _is_gathered(gemm.right.node) else ""
+
+
+def _alone(
+    siblings: Sequence[Choice], groups: Mapping[_Likeness, Sequence[Convert]], judged: set[fx.Node]
+) -> list[Apart]:
+    """The layers of one input that have nothing to be merged with, by reason."""
+    left: dict[str, list[Gemm]] = defaultdict(list)
+    for choice in siblings if len(siblings) > 1 else ():
+        if isinstance(choice, Convert) and choice.gemm.node not in judged:
+            others = [other for other in siblings if other is not choice]
+            left[_unfit(choice) or _why_alone(choice, others, groups)].append(choice.gemm)
+    return [Apart(tuple(gemms), reason) for reason, gemms in left.items()]
+
+
+def _why_alone(
+    conversion: Convert, others: Sequence[Choice], groups: Mapping[_Likeness, Sequence[Convert]]
+) -> str:
+    converted = [other for other in others if isinstance(other, Convert)]
+    if not converted:
+        return "the other layers of its input are not in float8"
+    fit = [other for other in converted if not _unfit(other)]
+    if not fit:
+        return "the other layers of its input cannot be merged"
+    own = _Likeness.of(conversion)
+    if len(groups[own]) == 1:
+        return own.difference(_Likeness.of(fit[0]))
+    weights = [other.gemm.right.node for other in groups[own] if other is not conversion]
     return (
-        gemm.node.target in _FORWARD
-        and not gemm.node.kwargs  # alpha, beta
-        and gemm.left.kind == "input"
-        and not gemm.left.transposed
-        and len(weight) == 2
-        and all(isinstance(size, int) for size in weight)
-        and isinstance(gemm.n, int)
-        and gemm.n % ALIGNMENT == 0
-        and not conversion.pad_k
-        and gemm.right.node.target not in ops.MARKERS
-        and not _is_gathered(gemm.right.node)
+        "one weight used twice" if conversion.gemm.right.node in weights else "a weight is computed too late"
     )
 
 
@@ -134,47 +228,65 @@ def _distinct_weights(group: list[Convert], order: dict[fx.Node, int]) -> list[C
     return list(members.values())
 
 
-def _family(
-    outputs: list[Convert], gradients: dict[tuple[fx.Node, Role], list[Convert]], order: dict[fx.Node, int]
-) -> Family | None:
-    members: dict[Role, tuple[Convert, ...]] = {"output": tuple(outputs)}
+def _family(members: Sequence[Convert], gradients: Gradients, order: dict[fx.Node, int]) -> Family | Apart:
+    roles: dict[Role, tuple[Convert, ...]] = {"output": tuple(members)}
     for role in _GRADIENTS:
-        found = [gradients.get((conversion.gemm.node, role), []) for conversion in outputs]
+        found = [gradients.get((conversion.gemm.node, role), ()) for conversion in members]
         if any(len(conversions) > 1 for conversions in found):
-            return None
+            return _apart(members, f"a layer has more than one {role}")
         if all(found):
-            members[role] = tuple(conversions[0] for conversions in found)
+            roles[role] = tuple(conversions[0] for conversions in found)
         elif any(found):
-            return None
+            names = short_names([conversion.gemm.fqn for conversion in members])
+            lacking = [name for name, conversions in zip(names, found, strict=True) if not conversions]
+            return _apart(members, f"{role} of only some is in float8", _listed("not", lacking))
     grads: tuple[Operand, ...] = ()
     total = None
-    if "grad_input" in members:
-        grads = tuple(conversion.gemm.left for conversion in members["grad_input"])
-        total = _sum(members["grad_input"])
-        pairs = zip(members["grad_input"], outputs, strict=True)
-        if total is None or not all(_differentiates(grad.gemm, output.gemm) for grad, output in pairs):
-            return None
-    if "grad_weight" in members:
-        own = tuple(conversion.gemm.left for conversion in members["grad_weight"])
-        if not all(grad.transposed and grad.kind == "grad_output" for grad in own):
-            return None
-        if any(c.gemm.node.target is not aten.mm.default for c in members["grad_weight"]):
-            return None
-        source = outputs[0].gemm.left.node
-        if any(c.gemm.right.node is not source or c.gemm.right.transposed for c in members["grad_weight"]):
-            return None
+    if "grad_input" in roles:
+        grads = tuple(conversion.gemm.left for conversion in roles["grad_input"])
+        total = _sum(roles["grad_input"])
+        pairs = zip(roles["grad_input"], members, strict=True)
+        if not all(_differentiates(grad.gemm, output.gemm) for grad, output in pairs):
+            return _apart(members, "grad_input is no plain matmul with the same weight")
+        if total is None:
+            return _apart(members, "input gradients are not only added up")
+    if "grad_weight" in roles:
+        own = tuple(conversion.gemm.left for conversion in roles["grad_weight"])
+        if not _are_plain(roles["grad_weight"], members[0].gemm.left.node):
+            return _apart(members, "grad_weight is no plain matmul with the same input")
         if grads and [grad.node for grad in grads] != [grad.node for grad in own]:
-            return None
+            return _apart(members, "grad_input and grad_weight read different gradients")
         grads = own
-        if not _can_wait(members["grad_weight"], order):
-            return None
+        if not _can_wait(roles["grad_weight"], order):
+            return _apart(members, "one weight gradient depends on another")
     if grads and len({grad.node for grad in grads}) != len(grads):
-        return None  # the layers' outputs were added: their gradients are one tensor already
-    for role in members:
-        formats = {(c.left_dtype, c.right_dtype, c.pad_k, c.gemm.dtype) for c in members[role]}
+        # the gradients are one tensor already
+        return _apart(members, "the outputs are added up, so their gradients are one tensor")
+    for role, conversions in roles.items():
+        formats = {(c.left_dtype, c.right_dtype, c.pad_k, c.gemm.dtype) for c in conversions}
         if len(formats) != 1:
-            return None
-    return Family(members, grads, total)
+            return _apart(members, f"{role} is converted differently")
+    return Family(roles, grads, total)
+
+
+def _apart(members: Iterable[Convert], reason: str, detail: str = "") -> Apart:
+    return Apart(tuple(conversion.gemm for conversion in members), reason, detail)
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    return f"{what} {', '.join(names)}" if all(names) else ""
+
+
+def _are_plain(grad_weights: Sequence[Convert], source: fx.Node) -> bool:
+    """Whether matmuls are ``dy.T @ x`` for the input `x`."""
+    return all(
+        conversion.gemm.left.transposed
+        and conversion.gemm.left.kind == "grad_output"
+        and conversion.gemm.node.target is aten.mm.default
+        and conversion.gemm.right.node is source
+        and not conversion.gemm.right.transposed
+        for conversion in grad_weights
+    )
 
 
 def _differentiates(grad: Gemm, output: Gemm) -> bool:
@@ -233,16 +345,7 @@ def _additions(node: fx.Node) -> list[fx.Node]:
 
 def _adds_alike(node: fx.Node) -> bool:
     """Whether two tensors of one shape and dtype are added, without broadcasting."""
-    if node.args[0] is node.args[1]:
-        return False
-    nodes = [arg for arg in (node, *node.args[:2]) if isinstance(arg, fx.Node)]
-    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if len(values) != 3:
-        return False
-    same_shape = all(
-        value.dim() == values[0].dim() and all(map(is_same, value.shape, values[0].shape)) for value in values
-    )
-    return same_shape and len({value.dtype for value in values}) == 1
+    return node.args[0] is not node.args[1] and is_elementwise(node)
 
 
 def _can_wait(members: Sequence[Convert], order: dict[fx.Node, int]) -> bool:

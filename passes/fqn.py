@@ -8,6 +8,7 @@ whose ``forward`` was running, as Python source (``L['self'].layers[0].attn``). 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -39,3 +40,12 @@ def of_node(node: fx.Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     return clean(path)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The names without the modules that all of them are in: ``wq`` and ``wk`` for two of one attention."""
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(own) > common + 1 for own in parts) and len({own[common] for own in parts}) == 1:
+        common += 1
+    return [".".join(own[common:]) for own in parts]

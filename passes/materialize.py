@@ -17,7 +17,7 @@ from torch import fx
 from f8fx import ops
 
 from .fqn import of_node
-from .operand import SAME_ORDER, is_same
+from .operand import SAME_ORDER, is_elementwise, readers
 from .rewrite import Inserter, Provenance
 
 aten = torch.ops.aten
@@ -38,7 +38,8 @@ class Materialize:
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-            if _is_residual_sum(node) and len(_readers(node)) > 1:
+            # with one reader there is nothing to spare
+            if _is_residual_sum(node) and len(readers(node, SAME_ORDER)) > 1:
                 after = node.next
                 insert = Inserter(
                     graph, after, Provenance(node.name, of_node(node), "output", "materialize", True)
@@ -50,17 +51,9 @@ class Materialize:
 
 def _is_residual_sum(node: fx.Node) -> bool:
     summands = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
-    if len(summands) != 2 or "alpha" in node.kwargs:
+    if len(summands) != 2 or "alpha" in node.kwargs or not is_elementwise(node):
         return False
-    values = [n.meta["val"] for n in (node, *summands) if isinstance(n.meta.get("val"), torch.Tensor)]
-    if len(values) != 3:
-        return False
-    shape = values[0].shape
-    alike = all(
-        v.dtype == values[0].dtype and v.dim() == len(shape) and all(map(is_same, v.shape, shape))
-        for v in values
-    )
-    return alike and len(shape) > 1 and any(map(_is_matmul_result, summands))
+    return _rank(node) > 1 and any(map(_is_matmul_result, summands))
 
 
 def _is_matmul_result(node: fx.Node) -> bool:
@@ -79,11 +72,3 @@ def _is_matmul_result(node: fx.Node) -> bool:
 def _rank(node: fx.Node) -> int:
     value = node.meta.get("val")
     return value.dim() if isinstance(value, torch.Tensor) else 0
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """What reads a value, through views; one reader is no reason to write it."""
-    found: set[fx.Node] = set()
-    for user in node.users:
-        found |= _readers(user) if user.target in SAME_ORDER else {user}
-    return found

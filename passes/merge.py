@@ -23,6 +23,9 @@ backward. It must be the same computation, or it stays as it is:
 * the gradients of the input are only used in one sum, those of the weights after the last of them;
 * activation checkpointing treats them alike.
 
+What is not merged though it reads an input that others read is reported with its reason
+(:class:`f8fx.report.MergeDecision`).
+
 A column slice that has to outlive the forward would keep the whole product alive, and one that leaves
 the graph would have strides no matmul gives: those are copied out.
 """
@@ -30,7 +33,7 @@ the graph would have strides no matmul gives: those are copied out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -38,23 +41,35 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.hardware import Hardware
-from f8fx.recipe import Role
-from f8fx.torch_private import size_hint
+from f8fx.report import MergeDecision
 
-from .choice import Convert
+from .choice import Choice, Convert
 from .fake import set_value
-from .family import Family, families, users_between
+from .family import Apart, Family, families, users_between
 from .find import backward_nodes
 from .gemm import Gemm
-from .operand import MOVEMENTS, SAME_ORDER, shape_of
+from .merge_worth import Paying, judged, merge_decision, noted
+from .operand import MOVEMENTS, SAME_ORDER, readers, shape_of
 from .rewrite import Inserter, Provenance
 from .worth import cost_model
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: The size of a role's gemm that its parts make up: n, k and m of [m, k] x [k, n].
-_AXIS: dict[Role, int] = {"output": 2, "grad_input": 1, "grad_weight": 0}
+
+@dataclass(frozen=True)
+class Merged:
+    """What the pass did.
+
+    Attributes:
+        conversions: all of them, with those of each merged family replaced by the merged ones.
+        choices: those it was given, with what became of each (``Convert.merge``) and what it gains.
+        decisions: one for each set of layers that read one input, in graph order.
+    """
+
+    conversions: list[Convert]
+    choices: list[Choice]
+    decisions: list[MergeDecision]
 
 
 class Merge:
@@ -71,14 +86,32 @@ class Merge:
         self.mode = mode
         self.hardware_of = hardware_of
 
-    def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> list[Convert]:
-        """The conversions, with those of each merged family replaced by the merged ones."""
-        if self.mode == "never":
-            return list(conversions)
+    def __call__(self, graph: fx.Graph, choices: Sequence[Choice]) -> Merged:
+        """Merges what can be and pays; skips among the choices only explain why others are not merged."""
         order = {node: index for index, node in enumerate(graph.nodes)}
-        found = [family for family in families(conversions, order) if self._pays(family)]
-        if not found:
-            return list(conversions)
+        outcomes = [self._outcome(found) for found in families(choices, order)]
+        conversions = [choice for choice in choices if isinstance(choice, Convert)]
+        paying = [outcome.family for outcome in outcomes if isinstance(outcome, Paying)]
+        return Merged(
+            self._rewritten(graph, conversions, paying, order) if paying else conversions,
+            noted(choices, outcomes),
+            [merge_decision(outcome) for outcome in sorted(outcomes, key=lambda each: order[_first(each)])],
+        )
+
+    def _outcome(self, found: Family | Apart) -> Paying | Apart:
+        if isinstance(found, Apart):
+            return found
+        if self.mode == "never":
+            return Apart(found.layers, "switched off")
+        return judged(found, cost_model(self.hardware_of(found.layers[0].device)))
+
+    def _rewritten(
+        self,
+        graph: fx.Graph,
+        conversions: Sequence[Convert],
+        found: Sequence[Family],
+        order: dict[fx.Node, int],
+    ) -> list[Convert]:
         backward = backward_nodes(graph)
         merged: dict[fx.Node, Convert] = {}
         gone: dict[fx.Node, None] = {}
@@ -94,26 +127,10 @@ class Merge:
             if conversion.gemm.node in merged or conversion.gemm.node not in gone
         ]
 
-    def _pays(self, family: Family) -> bool:
-        """Whether the merged gemms are predicted to take less time than the separate ones."""
-        model = cost_model(self.hardware_of(family.members["output"][0].gemm.device))
-        if not model.can_pay:
-            return False
-        gain = 0.0
-        for role, members in family.members.items():
-            rowwise = members[0].spec.is_rowwise
-            parts = []
-            for conversion in members:
-                gemm = conversion.gemm
-                sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
-                if any(size is None for size in sizes):
-                    return False
-                parts.append([int(size or 0) for size in sizes])
-            whole = list(parts[0])
-            whole[_AXIS[role]] = sum(part[_AXIS[role]] for part in parts)
-            gain += sum(model.gemm_seconds(m, k, n, True, rowwise) for m, k, n in parts)
-            gain -= model.gemm_seconds(whole[0], whole[1], whole[2], True, rowwise)
-        return gain > 0
+
+def _first(outcome: Paying | Apart) -> fx.Node:
+    layers = outcome.layers if isinstance(outcome, Apart) else outcome.family.layers
+    return layers[0].node
 
 
 class _Rewrite:
@@ -259,20 +276,12 @@ def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.No
     saved, returned = set(), set()
     for conversion in members:
         node = conversion.gemm.node
-        readers = _readers(node)
-        if any(reader.op == "output" for reader in readers):
+        read_by = readers(node, MOVEMENTS)
+        if any(reader.op == "output" for reader in read_by):
             returned.add(node)
-        if not readers.isdisjoint(backward):
+        if not read_by.isdisjoint(backward):
             saved.add(node)
     return returned | (saved if len(saved) < len(members) else set())
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """What reads a value, through movement operators."""
-    found: set[fx.Node] = set()
-    for user in node.users:
-        found |= _readers(user) if user.target in MOVEMENTS else {user}
-    return found
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:

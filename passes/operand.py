@@ -13,7 +13,8 @@ dimensions (a transpose); anything else ends the walk. What is left is exact: th
 from __future__ import annotations
 
 import operator
-from typing import cast
+from collections.abc import Collection
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -63,6 +64,27 @@ def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return str(a) == str(b)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether a node with two tensor operands has their one shape and dtype: nothing is broadcast."""
+    nodes = [arg for arg in (node, *node.args[:2]) if isinstance(arg, fx.Node)]
+    values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if len(values) != 3:
+        return False
+    shape, dtype = values[0].shape, values[0].dtype
+    return all(
+        value.dtype == dtype and value.dim() == len(shape) and all(map(is_same, value.shape, shape))
+        for value in values
+    )
+
+
+def readers(node: fx.Node, through: Collection[Any]) -> set[fx.Node]:
+    """What reads a value, directly or through operators that only move its elements."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= readers(user, through) if user.target in through else {user}
+    return found
 
 
 def permutation(node: fx.Node) -> list[int]:

@@ -108,10 +108,12 @@ class Reuse:
     Attributes:
         inputs: what the graph's inputs are.
         seen: for each position, the casts that no input was there for.
+        taken: positions of the parameters whose casts were.
     """
 
     inputs: WeightInputs
     seen: dict[int, list[CastFormat]] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
 
     def __call__(self, graph: fx.Graph) -> None:
         placeholders = _own_inputs(graph)
@@ -134,6 +136,7 @@ class Reuse:
             if data is None:
                 self.seen.setdefault(position, []).append(form)
                 continue
+            self.taken.add(position)
             node.replace_all_uses_with(data)
             graph.erase_node(node)
             scale.replace_all_uses_with(given[position, form.scale])

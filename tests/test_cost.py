@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -352,6 +353,45 @@ def test_plan_converts_in_company_what_it_would_not_alone() -> None:
     together = plan(H100, [g for name in "abcdef" for g in _linear("x", name, *shape)])
     assert not any(v.convert for v in alone)
     assert all(v.convert for v in together)
+
+
+def _total(gemms: Sequence[PlannedGemm]) -> float:
+    """Seconds of all gemms in float8, each distinct cast counted once."""
+    return sum(verdict.float8_seconds for verdict in plan(H100, gemms, drop=False))
+
+
+def test_plan_counts_no_cast_that_is_made_anyway() -> None:
+    """Beside q, which pays for the input's casts, k and v pay; by a third of those casts they would lose."""
+    q, k, v = (
+        _linear("x", name, 6144, 2048, n, PRESETS["tensorwise"])
+        for name, n in (("q", 2048), ("k", 512), ("v", 512))
+    )
+    verdicts = plan(H100, [*q, *k, *v])
+    converted = [verdict.convert for verdict in verdicts]
+    assert converted == [True, True, True, True, False, True, True, False, True]
+    third = plan(H100, [*q, *k, *v], drop=False)
+    assert sum(v.float8_seconds for v in third[3:6]) > sum(v.high_seconds for v in third[3:6])
+    assert verdicts[3].reason.endswith("; others make casts it needs") and verdicts[3].reason > "pays: 1."
+    # what is reported adds up, and is less than without them
+    kept = [gemm for gemm, convert in zip([*q, *k, *v], converted, strict=True) if convert]
+    assert sum(verdict.float8_seconds for verdict in verdicts if verdict.convert) == pytest.approx(
+        _total(kept)
+    )
+    assert _total(kept) < _total(q) + sum(verdicts[i].high_seconds for i in (3, 5, 6, 8))
+
+
+@pytest.mark.parametrize("recipe", [*PRESETS])
+@pytest.mark.parametrize("m", [512, 2048, 8192])
+@pytest.mark.parametrize("k, heads", [(2048, 256), (4096, 1024), (5120, 640)])
+def test_plan_leaves_nothing_that_would_pay(recipe: str, m: int, k: int, heads: int) -> None:
+    """No matmul that stays as it is would pay for the casts that it alone needs."""
+    sizes = {"q": k, "k": heads, "v": heads}
+    gemms = [g for name, n in sizes.items() for g in _linear("x", name, m, k, n, PRESETS[recipe])]
+    verdicts = plan(H100, gemms)
+    kept = [gemm for gemm, verdict in zip(gemms, verdicts, strict=True) if verdict.convert]
+    for gemm, verdict in zip(gemms, verdicts, strict=True):
+        if not verdict.convert:
+            assert _total([*kept, gemm]) - _total(kept) >= verdict.high_seconds * (1 - 1e-9)
 
 
 def test_plan_drops_small_layers_and_keeps_large_ones() -> None:

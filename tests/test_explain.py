@@ -163,6 +163,60 @@ def test_bytes_in_collectives():
     assert f8fx.explain(Mlp(16, 16), torch.ones(4, 16)).communicated_bytes == 0
 
 
+def test_gathers_are_shown_with_their_reasons():
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed._functional_collectives import all_gather_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def forward(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        weight, other = (all_gather_tensor(w, 0, group=dist.group.WORLD) for w in (weight, other))
+        return F.linear(x, weight) + F.linear(x, other * 2)
+
+    args = [meta_input(2048, 1024), *(meta_input(256, 1024) for _ in range(2))]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        e = f8fx.explain(forward, *args, select="all")
+    finally:
+        dist.destroy_process_group()
+    text = io.StringIO()
+    e.print(text)
+    printed = " ".join(text.getvalue().split())
+    assert "(no module) 1024 x 1024 bfloat16 4 yes moved: 2097152 bytes become" in printed
+    assert "(no module) 1024 x 1024 bfloat16 4 - no float8 matmul reads it: mul" in printed
+    assert 'id="gathers"' in e.to_html() and "no float8 matmul reads it: mul" in e.to_html()
+    none = f8fx.explain(Mlp(16, 16), torch.ones(4, 16))
+    assert 'id="gathers"' not in none.to_html()
+
+
+def test_merging_is_predicted():
+    """q, k, v and gate, up are one gemm each, in every role: 12 gemms for 21 matmuls."""
+    with torch.device("meta"):
+        block = DecoderBlock(DecoderConfig.named("llama3_8b")).bfloat16()
+        x = torch.empty(1, 8192, 4096, dtype=torch.bfloat16)
+    merged, apart = (f8fx.explain(block, x, merge=mode) for mode in ("auto", "never"))
+    assert (merged.converted, merged.gemms, apart.gemms) == (21, 12, 21)
+    assert [merge.layers for merge in merged.merges] == [
+        ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        ("ffn.gate_proj", "ffn.up_proj"),
+    ]
+    gain = sum(merge.separate_seconds - merge.merged_seconds for merge in merged.merges)
+    assert gain > 0 and apart.float8_seconds - merged.float8_seconds == pytest.approx(gain)
+    assert merged.line().endswith("in float8 (tensorwise) on h100, merged into 12 gemms")
+    why = {row.fqn: row.merge for row in merged.rows}
+    assert why["attention.q_proj"] == "merged with k_proj, v_proj" and why["attention.o_proj"] == ""
+    assert {row.merge for row in apart.rows} == {"", "not merged: switched off"}
+
+    text = io.StringIO()
+    merged.print(text)
+    assert "merged with k_proj, v_proj" in text.getvalue() and "run as 12 float8 gemms" in text.getvalue()
+    assert (
+        "merged with k_proj, v_proj" in merged.to_html() and "float8 gemms, after merging" in merged.to_html()
+    )
+    assert "after merging" not in apart.to_html()
+    assert merged.to_dict()["totals"]["gemms"] == 12
+    assert Explanation.from_dict(json.loads(merged.to_json())) == merged
+
+
 # -- what can be explained ------------------------------------------------------------------------
 
 

@@ -245,6 +245,23 @@ def test_auto_knows_that_cached_weights_cost_nothing():
     assert converted == {"dynamic": 0, "cached": 1}
 
 
+def test_the_log_line_counts_the_weights_that_are_kept():
+    """Of a training graph, and of weights that are no parameters, none are."""
+    lines = {}
+    for name, model in (("inference", Net().requires_grad_(False)), ("training", Net())):
+        with recording() as reports:
+            compiled(model, weights="cached")(x16())
+        lines[name] = reports[0].line()
+    with recording() as reports:
+        compiled(F.linear, weights="cached")(x16(), x16())
+    lines["no parameter"] = reports[0].line()
+    assert lines == {
+        "inference": "f8fx: 2 of 2 matmuls in float8 (tensorwise); 2 weights kept in float8",
+        "training": "f8fx: 5 of 5 matmuls in float8 (tensorwise)",
+        "no parameter": "f8fx: 1 of 1 matmuls in float8 (tensorwise)",
+    }
+
+
 def test_a_second_compile_knows_the_casts_without_tracing(monkeypatch, tmp_path):
     from f8fx import executor
 

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import f8fx
-from f8fx import ops
 from f8fx.demo.model import Decoder, DecoderConfig
 from tests.helpers import bf16, compiled, graph_after, joint_graphs, randn, sqnr
 
@@ -166,103 +164,6 @@ def test_a_block_has_twelve_gemms_instead_of_twenty_one(recipe):
     head = ["output"]
     assert gemms(model, tokens, recipe=recipe, filter_fqns=head) == 12
     assert gemms(model, tokens, recipe=recipe, filter_fqns=head, merge="never") == 21
-
-
-# -- what stays
-
-
-def test_never():
-    assert gemms(gate_up, randn(M, K), *weights(64, 64), merge="never") == 6
-
-
-def test_no_float8_gemms_to_be_faster():
-    """The CPU emulates: nothing is gained there, and results stay comparable to the bit."""
-    text = graph_after(gate_up, randn(M, K), *weights(64, 64))
-    assert text.count("= _scaled_mm(") == 6
-
-
-def unmerged(fn, *args, **options):
-    assert gemms(fn, *args, **options) == gemms(fn, *args, merge="never", **options) > 0
-
-
-def test_two_inputs():
-    unmerged(
-        lambda x, y, a, b: F.linear(x, a) * F.linear(y, b), randn(M, K), randn(M, K, seed=7), *weights(64, 64)
-    )
-
-
-def test_one_weight_used_twice():
-    def f(x, w):
-        return F.linear(x, w) * F.linear(x, w)
-
-    unmerged(f, randn(M, K), *weights(64))
-
-
-def test_a_weight_that_is_computed_from_the_other_result():
-    def f(x, w):
-        y = F.linear(x, w)
-        return F.linear(x, y.t() @ x)
-
-    unmerged(f, randn(M, K, grad=False), *weights(64, grad=False))
-
-
-def test_sizes_that_need_padding():
-    unmerged(gate_up, randn(M, K), *weights(56, 56))
-
-
-def test_one_of_two_filtered():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.up = (nn.Linear(K, 64, bias=False) for _ in range(2))
-
-        def forward(self, x):
-            return F.silu(self.gate(x)) * self.up(x)
-
-    unmerged(Net().to(bf16), randn(M, K), filter_fqns=["up"])
-
-
-def test_outputs_that_were_added():
-    """Both layers have the same output gradient: one tensor has nothing to stand beside."""
-    unmerged(lambda x, a, b: F.linear(x, a) + F.linear(x, b), randn(M, K), *weights(64, 64))
-
-
-def test_an_input_gradient_that_is_used_by_itself():
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    unmerged(
-        lambda x, a, b: F.linear(Scaled.apply(x), a).sin() * F.linear(Scaled.apply(x), b),
-        randn(M, K),
-        *weights(64, 64),
-    )
-
-
-def test_a_weight_that_is_float8_already():
-    def f(x, data, scale, w):
-        return F.silu(F.linear(x, ops.dequantize(data, scale, dtype=bf16))) * F.linear(x, w)
-
-    args = (
-        randn(M, K, grad=False),
-        randn(64, K, grad=False).to(torch.float8_e4m3fn),
-        torch.ones(()),
-        randn(64, K, grad=False),
-    )
-    unmerged(f, *args)
-
-
-def test_two_checkpointed_regions():
-    def f(x, a, b):
-        one = checkpoint(lambda x, w: F.linear(x, w).sin(), x, a, use_reentrant=False)
-        return one * checkpoint(lambda x, w: F.linear(x, w).sin(), x, b, use_reentrant=False)
-
-    unmerged(f, randn(M, K), *weights(64, 64))
 
 
 # -- numerics

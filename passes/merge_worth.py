@@ -1,0 +1,126 @@
+"""The part of *merge* that asks whether one gemm is faster than several, and what each of them gains by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from f8fx.cost import CostModel
+from f8fx.recipe import Role
+from f8fx.report import MergeDecision
+from f8fx.torch_private import size_hint
+
+from .choice import Choice, Convert
+from .family import Apart, Family
+from .fqn import short_names
+
+#: The size of a role's gemm that its parts make up: n, k and m of [m, k] x [k, n].
+_AXIS: dict[Role, int] = {"output": 2, "grad_input": 1, "grad_weight": 0}
+
+
+@dataclass(frozen=True)
+class Paying:
+    """A family to merge.
+
+    Attributes:
+        separate: predicted seconds of its float8 gemms as they are, for each role in the order of the parts.
+        merged: of the one gemm of each role.
+    """
+
+    family: Family
+    separate: Mapping[Role, tuple[float, ...]]
+    merged: Mapping[Role, float]
+
+    @property
+    def separate_seconds(self) -> float:
+        """Of all gemms."""
+        return sum(map(sum, self.separate.values()))
+
+    @property
+    def merged_seconds(self) -> float:
+        """Of all gemms."""
+        return sum(self.merged.values())
+
+
+def judged(family: Family, model: CostModel) -> Paying | Apart:
+    """Whether the merged gemms are predicted to take less time than the separate ones."""
+    if not model.can_pay:
+        return Apart(family.layers, f"no float8 tensor cores on {model.hardware.name}")
+    separate: dict[Role, tuple[float, ...]] = {}
+    merged: dict[Role, float] = {}
+    for role, members in family.members.items():
+        rowwise = members[0].spec.is_rowwise
+        parts = []
+        for gemm in (conversion.gemm for conversion in members):
+            sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
+            if any(size is None for size in sizes):
+                return Apart(family.layers, "size known only at run time")
+            parts.append([int(size or 0) for size in sizes])
+        whole = list(parts[0])
+        whole[_AXIS[role]] = sum(part[_AXIS[role]] for part in parts)
+        separate[role] = tuple(model.gemm_seconds(m, k, n, True, rowwise) for m, k, n in parts)
+        merged[role] = model.gemm_seconds(whole[0], whole[1], whole[2], True, rowwise)
+    result = Paying(family, separate, merged)
+    if result.merged_seconds < result.separate_seconds:
+        return result
+    return Apart(family.layers, "would be no faster", _figures(result))
+
+
+def _figures(paying: Paying) -> str:
+    return f"{paying.separate_seconds * 1e6:.4g} us apart, {paying.merged_seconds * 1e6:.4g} us as one"
+
+
+# -- for the report -------------------------------------------------------------------------------
+
+
+def merge_decision(outcome: Paying | Apart) -> MergeDecision:
+    """What became of layers that read one input, as plain data."""
+    if isinstance(outcome, Apart):
+        names = tuple(gemm.fqn for gemm in outcome.layers)
+        return MergeDecision(names, False, outcome.reason, outcome.detail)
+    names = tuple(gemm.fqn for gemm in outcome.family.layers)
+    roles = tuple(outcome.family.members)
+    seconds = outcome.separate_seconds, outcome.merged_seconds
+    return MergeDecision(names, True, "merged", _figures(outcome), roles, *seconds)
+
+
+def noted(choices: Sequence[Choice], outcomes: Sequence[Paying | Apart]) -> list[Choice]:
+    """The choices; those of layers that read one input say whether they were merged, and gain what merging gains."""
+    notes: dict[fx.Node, str] = {}
+    gains: dict[fx.Node, float] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Apart):
+            why = f"{outcome.reason}: {outcome.detail}" if outcome.detail else outcome.reason
+            notes.update((gemm.node, f"not merged: {why}") for gemm in outcome.layers)
+            continue
+        texts = _merged_with([gemm.fqn for gemm in outcome.family.layers])
+        notes.update(zip((gemm.node for gemm in outcome.family.layers), texts, strict=True))
+        for role, members in outcome.family.members.items():
+            parts = outcome.separate[role]
+            left = outcome.merged[role] / sum(parts)  # of each gemm's seconds
+            gains.update(
+                (conversion.gemm.node, seconds * (1 - left))
+                for conversion, seconds in zip(members, parts, strict=True)
+            )
+    return [
+        _noted(choice, notes, gains.get(choice.gemm.node, 0.0)) if isinstance(choice, Convert) else choice
+        for choice in choices
+    ]
+
+
+def _noted(conversion: Convert, notes: Mapping[fx.Node, str], gain: float) -> Convert:
+    noted = replace(conversion, merge=notes.get(conversion.gemm.layer, ""))
+    if not gain or not conversion.seconds or not conversion.speedup:
+        return noted
+    float8 = conversion.seconds / conversion.speedup - gain
+    return replace(noted, speedup=conversion.seconds / float8)
+
+
+def _merged_with(names: Sequence[str]) -> list[str]:
+    """For each layer which others it is one with; how many, where names do not tell."""
+    if not all(names) or len(set(names)) < len(names):
+        return [f"merged with {len(names) - 1} more"] * len(names)
+    short = short_names(names)
+    return [f"merged with {', '.join(other for other in short if other != own)}" for own in short]
