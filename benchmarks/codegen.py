@@ -136,7 +136,10 @@ def halves(
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
     parsed = Options.parse({"select": "all", "target": "h100", **options})
-    pipeline = parsed.pipeline(rowwise_scales=lambda device: parsed.rowwise_scales or "in_gemm")
+    pipeline = parsed.pipeline(
+        rowwise_scales=lambda device: parsed.rowwise_scales or "in_gemm",
+        kernels=lambda device: parsed.kernels == "triton",
+    )
     found: list[fx.GraphModule] = []
     saved = 0
 
@@ -231,6 +234,9 @@ def _recorded() -> Iterator[_Sources]:
 
 def _kernel(lowering: Any, node: Any, moved: int, sources: _Sources) -> Kernel:
     """A scheduler node as it is in the generated code."""
+    if _is_own(node):
+        # what it writes are arguments too
+        moved = sum(_bytes(lowering, name) for name in {x.get_name() for x in node.node.inputs})
     if node.is_extern():
         return Kernel(_name(node), moved)
     touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
@@ -253,11 +259,22 @@ def _name(node: Any) -> str:
     """``triton_`` and the operators it came from, the library's kernel, or "" for what runs nothing."""
     if type(node).__name__.startswith("Nop"):
         return ""
+    if _is_own(node):
+        return f"triton_{node.node.get_kernel_and_metadata()[0].__name__}"
     if node.is_extern():
         return str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
     targets = [origin.target for part in node.get_nodes() for origin in part.node.origins]
     names = {target.overloadpacket.__name__ for target in targets if hasattr(target, "overloadpacket")}
     return "triton_" + "_".join(sorted(names))
+
+
+def _is_own(node: Any) -> bool:
+    """Whether a scheduler node launches a Triton kernel that was written by hand."""
+    return type(node.node).__name__ == "UserDefinedTritonKernel"
+
+
+def _bytes(lowering: Any, name: str) -> int:
+    return int(lowering.get_numel(name)) * lowering.get_dtype(name).itemsize
 
 
 def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:

@@ -39,7 +39,18 @@ NAME = "compile_time"
 NODES = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
 QUICK_NODES = (1_000, 5_000, 50_000)
 TARGET = "h100"
-PASSES = ("find", "select", "merge", "quantize", "share", "collectives", "amaxes", "materialize", "tags")
+PASSES = (
+    "find",
+    "select",
+    "merge",
+    "quantize",
+    "share",
+    "collectives",
+    "amaxes",
+    "materialize",
+    "tags",
+    "one_read",
+)
 CASE = ("part", "nodes", "recipe", "select")
 
 #: The goals of the project.

@@ -15,10 +15,11 @@ next safer form, until one passes:
  ``cast``       row-major float8 copies                               ``definition``
  ``transpose``  transposed copies, and both copies at once            ``realized``, ``definition``
  ``reduction``  amaxes over the tensor, rows, columns, with casts     ``separate``, ``definition``
+ ``one read``   :mod:`kernels.row_cast_columns`                        ``composed``
 =============  ====================================================  ==========================================
 
 ``realized`` writes the source to memory in a kernel of its own, so that what computes it does not stand in one
-with the transposed store; ``separate`` turns mix-order reductions off; ``definition`` calls eager PyTorch out of the compiled code:
+with the transposed store; ``separate`` turns mix-order reductions off; ``composed`` makes the same of Inductor's own kernels; ``definition`` calls eager PyTorch out of the compiled code:
 slow, and right.
 
 Results are kept in the process and, beside Inductor's cache, on disk, under the device's name and the versions of torch,
@@ -60,13 +61,14 @@ from .torch_private import (
     untraced,
 )
 
-Form = Literal["fused", "realized", "separate", "definition"]
+Form = Literal["fused", "realized", "separate", "composed", "definition"]
 
 #: The forms of each kind, the preferred one first. Later kinds are checked with the forms chosen for earlier ones.
 FORMS: Mapping[Kind, tuple[Form, ...]] = {
     "cast": ("fused", "definition"),
     "transpose": ("fused", "realized", "definition"),
     "reduction": ("fused", "separate", "definition"),
+    "one read": ("fused", "composed"),
 }
 
 _MIX_ORDER = "triton.mix_order_reduction"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 
-Kind = Literal["cast", "transpose", "reduction"]
+Kind = Literal["cast", "transpose", "reduction", "one read"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -80,6 +80,10 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         columns = aten.sum.dim_IntList(positive, [0])
         return (rows, columns, ops.quantize(larger, rows, dtype=e4m3, dim=1))
 
+    def one_read(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        both = ops.quantize_rowwise([x, y], dtype=e4m3, power_of_2=True, power_of_2_t=True, align_t=[16, 16])
+        return both[0], both[1], both[2], both[3]
+
     return (
         Case("cast", "cast", cast, (20, 33), (520, 777)),
         Case("transposed cast", "transpose", transposed, (20, 33), (520, 777)),
@@ -88,6 +92,7 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         Case("rowwise", "reduction", rowwise, (33, 20), (777, 520)),
         # as in a norm's backward: large and tall enough for Inductor to reduce rows and columns in one kernel
         Case("row amax and column sum", "reduction", mixed, (33, 20), (16400, 325)),
+        Case("row cast and column amax", "one read", one_read, (33, 20), (777, 520)),
     )
 
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 
 from . import canary, ops
+from .kernels import launch
+from .kernels import row_cast_columns as kernel
 from .recipe import EPS
 from .torch_private import Lowering, Parts, express_min_max_as_where, inductor_lowering
 
@@ -46,6 +48,9 @@ def register() -> None:
     table.register(ops.scale, lambda amax, **kwargs: _scale(table, amax, **kwargs))
     register_guarded(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
     register_guarded(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
+    table.register(
+        ops.quantize_rowwise, lambda tensors, **kwargs: _quantize_rowwise(table, tensors, **kwargs)
+    )
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
     table.register(ops.materialize, table.realized)
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
@@ -171,6 +176,60 @@ def _quantize_both(
         _quantize(table, x, scale, dtype=dtype, dim=dim, align=align),
         _quantize(table, x, scale_t, dtype=dtype, dim=dim_t, transpose=True, align=align_t),
     )
+
+
+def _quantize_rowwise(
+    table: Lowering,
+    tensors: Sequence[Any],
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool = False,
+    power_of_2_t: bool = False,
+    align_t: Sequence[int] = (1, 1),
+) -> tuple[Any, Any, Any, Any]:
+    """Row cast and column amaxes by the Triton kernel, or by Inductor's; then the transposed cast."""
+    sources = [table.row_major(x) for x in tensors]
+    x = sources[0] if len(sources) == 1 else table.concatenation(sources, 0)
+    launched = _row_cast_columns(table, sources, dtype, power_of_2)
+    if launched is None:
+        scale = _scale(table, table(ops.amax, x, 1), dtype=dtype, power_of_2=power_of_2)
+        launched = table(ops.quantize, x, scale, dtype=dtype, dim=1), scale, table(ops.amax, x, 0)
+    copy, scale, columns = launched
+    scale_t = _scale(table, columns, dtype=dtype, power_of_2=power_of_2_t)
+    copy_t = table(ops.quantize, x, scale_t, dtype=dtype, dim=0, transpose=True, align=align_t)
+    return copy, scale, copy_t, scale_t
+
+
+def _row_cast_columns(
+    table: Lowering, sources: Sequence[Any], dtype: torch.dtype, power_of_2: bool
+) -> tuple[Any, Any, Any] | None:
+    """One launch of the Triton kernel; ``None`` where it is not for."""
+    device = sources[0].get_device()
+    layouts = [table.numbers((*x.get_size(), *x.get_stride())) for x in sources]
+    known = [layout for layout in layouts if layout is not None]
+    if device.type != "cuda" or canary.form(device, "one read") != "fused" or len(known) < len(layouts):
+        return None
+    rows, (_, columns, stride, inner) = [size for size, *_ in known], known[0]
+    if inner != 1 or any(layout[1:] != known[0][1:] for layout in known):
+        return None
+    step = kernel.rows_per_program(sum(rows), columns, table.multiprocessors(device))
+    programs = kernel.programs(rows, step)
+    outputs = [
+        table.empty(size, kind, sources[0])
+        for size, kind in (
+            ((sum(rows), columns), dtype),
+            ((sum(rows),), torch.float32),
+            ((programs, columns), torch.float32),
+        )
+    ]
+    arguments = {
+        **kernel.arguments(sources, rows, columns, stride, outputs),
+        **kernel.constants(columns, step, dtype, power_of_2),
+    }
+    triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
+    table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "scale", "partial"))
+    copy, scale, partial = outputs
+    return copy, scale, table(aten.amax, partial, [0], False)
 
 
 def _dequantize(

@@ -1,10 +1,12 @@
-"""The intermediate representation: nine functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: ten functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
 ``scale``              float32 factor that takes such an amax to the largest float8 number
 ``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
 ``quantize_both``      both copies at once, with one read of the source
+``quantize_rowwise``   both copies of tensors that stand one below the other, and the scales of their rows and
+                       columns: two reads of the source, amaxes included
 ``dequantize``         marks a tensor that already is float8; ``quantize`` of it folds away
 ``dequantize_both``    the same for a tensor of which float8 copies in two formats exist
 ``relayout``           bit-exact copy of a float8 tensor, transposed and padded if asked
@@ -29,7 +31,7 @@ from collections.abc import Sequence
 import torch
 from torch import SymInt, Tensor
 
-from f8fx.kernels import cast
+from f8fx.kernels import cast, row_cast_columns
 
 _LIB = torch.library.Library("f8fx", "DEF")
 
@@ -40,6 +42,8 @@ _SCHEMAS = (
     "int[2] align=[1, 1]) -> Tensor",
     "quantize_both(Tensor x, Tensor scale, Tensor scale_t, *, ScalarType dtype, int? dim=None, "
     "int? dim_t=None, int[2] align=[1, 1], int[2] align_t=[1, 1]) -> (Tensor, Tensor)",
+    "quantize_rowwise(Tensor[] tensors, *, ScalarType dtype, bool power_of_2=False, bool power_of_2_t=False, "
+    "int[2] align_t=[1, 1]) -> (Tensor, Tensor, Tensor, Tensor)",
     "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None, bool power_of_2=False) -> Tensor",
     "dequantize_both(Tensor data, Tensor scale, Tensor other, Tensor scale_other, *, ScalarType dtype, "
     "int? dim=None, int? dim_other=None, bool power_of_2=False, bool power_of_2_other=False, "
@@ -89,6 +93,20 @@ def _quantize_both(
     )
 
 
+def _quantize_rowwise(
+    tensors: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool = False,
+    power_of_2_t: bool = False,
+    align_t: Sequence[int] = (1, 1),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    data, scale, columns = row_cast_columns.reference([x], dtype=dtype, power_of_2=power_of_2)
+    scale_t = cast.scale(columns, dtype, power_of_2_t)
+    return data, scale, cast.quantize(x, scale_t, dtype, 0, True, list(align_t)), scale_t
+
+
 def _dequantize(
     data: Tensor, scale: Tensor, *, dtype: torch.dtype, dim: int | None = None, power_of_2: bool = False
 ) -> Tensor:
@@ -128,6 +146,7 @@ for _name, _implementation in (
     ("scale", _scale),
     ("quantize", _quantize),
     ("quantize_both", _quantize_both),
+    ("quantize_rowwise", _quantize_rowwise),
     ("dequantize", _dequantize),
     ("dequantize_both", _dequantize_both),
     ("relayout", _relayout),
@@ -166,6 +185,19 @@ def _(x, scale, *, dtype, dim=None, transpose=False, align=(1, 1)):
 @torch.library.register_fake("f8fx::quantize_both", lib=_LIB)
 def _(x, scale, scale_t, *, dtype, dim=None, dim_t=None, align=(1, 1), align_t=(1, 1)):
     return _fake_float8(x, dtype, False, align), _fake_float8(x, dtype, True, align_t)
+
+
+@torch.library.register_fake("f8fx::quantize_rowwise", lib=_LIB)
+def _(tensors, *, dtype, power_of_2=False, power_of_2_t=False, align_t=(1, 1)):
+    rows, columns = sum(x.shape[0] for x in tensors), tensors[0].shape[1]
+    shape_t = _round_up(columns, align_t[0]), _round_up(rows, align_t[1])
+    shapes = (
+        ((rows, columns), dtype),
+        ((rows,), torch.float32),
+        (shape_t, dtype),
+        ((columns,), torch.float32),
+    )
+    return tuple(tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes)
 
 
 @torch.library.register_fake("f8fx::dequantize", lib=_LIB)
@@ -214,6 +246,7 @@ amax = torch.ops.f8fx.amax.default
 scale = torch.ops.f8fx.scale.default
 quantize = torch.ops.f8fx.quantize.default
 quantize_both = torch.ops.f8fx.quantize_both.default
+quantize_rowwise = torch.ops.f8fx.quantize_rowwise.default
 dequantize = torch.ops.f8fx.dequantize.default
 dequantize_both = torch.ops.f8fx.dequantize_both.default
 relayout = torch.ops.f8fx.relayout.default
@@ -226,4 +259,6 @@ materialize = torch.ops.f8fx.materialize.default
 MARKERS = frozenset((dequantize, dequantize_both))
 
 #: All operators of the IR.
-ALL = frozenset((amax, scale, quantize, quantize_both, *MARKERS, relayout, concat, materialize))
+ALL = frozenset(
+    (amax, scale, quantize, quantize_both, quantize_rowwise, *MARKERS, relayout, concat, materialize)
+)

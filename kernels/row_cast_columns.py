@@ -1,4 +1,4 @@
-"""A rowwise float8 copy, its scales, and the amaxes of the columns, from one read.
+"""A rowwise float8 copy, its scales, and the amaxes of the columns, from one read, of up to three tensors.
 
 Scaled by rows for one matmul and by columns for another, a tensor needs both sets of amaxes before either is
 done with. Inductor takes them in two kernels, since its kernels that reduce in both directions at once know
@@ -10,6 +10,7 @@ scales reduces: float32, one for so many elements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ from f8fx.recipe import EPS
 from . import cast as definition
 from . import launch
 
+#: Tensors that one launch takes: the weights of q, k and v.
+MOST = 3
 #: Bytes of the longest rows: two of them, the second on its way, are in shared memory (64 KiB of 99 or more).
 LONGEST_ROW = 32768
 #: Programs per multiprocessor, for rows of up to so many elements. **Not measured yet: to be tuned on a GPU.** As
 #: many as registers allow: 57 for each of 16 elements a thread, and 96 for each of 32.
 _PROGRAMS = ((4096, 4), (8192, 2), (LONGEST_ROW, 1))
 #: A program reduces at least so many rows, or partial amaxes are a good part of the traffic.
-_FEWEST_ROWS = 16
+_FEWEST_ROWS = 32
 
 
 def rows_per_program(rows: int, columns: int, multiprocessors: int) -> int:
@@ -40,62 +43,93 @@ def warps(columns: int) -> int:
     return max(1, min(launch.next_power_of_2(columns) // 512, 16))
 
 
-def why_not(x: Tensor, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot take a tensor (a fake one will do), in one sentence; ``None`` where it can."""
+def why_not(tensors: Sequence[Tensor], dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot take tensors (fake ones will do), in one sentence; ``None`` where it can."""
+    x = tensors[0]
     if x.dim() != 2 or x.dtype not in launch.SOURCES or dtype not in launch.TRITON_FLOAT8:
         return "the kernel reads 2-D bfloat16, float16 and float32 tensors and writes float8"
-    if not all(isinstance(size, int) for size in (*x.shape, *x.stride())):
+    if len(tensors) > MOST:
+        return f"there are more than {MOST} tensors"
+    if not all(type(size) is int for tensor in tensors for size in (*tensor.shape, *tensor.stride())):
         return "sizes are not known"
-    if not x.numel() or x.shape[1] * x.element_size() > LONGEST_ROW:
+    if any(tensor.numel() == 0 for tensor in tensors) or x.shape[1] * x.element_size() > LONGEST_ROW:
         return f"rows have 1 to {LONGEST_ROW} bytes"
-    if x.stride(1) != 1:
-        return "elements of a row do not lie side by side"
+    if any(tensor.stride() != (x.stride(0), 1) or tensor.shape[1] != x.shape[1] for tensor in tensors):
+        return "elements of a row do not lie side by side, or rows of the tensors at different distances"
     return None
 
 
-def constants(columns: int, rows: int, dtype: torch.dtype, power_of_2: bool) -> dict[str, Any]:
-    """The kernel's compile-time arguments; ``rows``: per program."""
+def arguments(
+    tensors: Sequence[Any], rows: Sequence[int], columns: int, stride: int, outputs: Sequence[Any]
+) -> dict[str, Any]:
+    """The kernel's run-time arguments, of tensors or of what stands for them.
+
+    Args:
+        rows: of each tensor.
+        stride: from row to row.
+        outputs: copy, scales and partial amaxes.
+    """
+    missing = MOST - len(tensors)
+    sources = [*tensors, *(tensors[0] for _ in range(missing))]
+    heights = [*rows, *(0 for _ in range(missing))]
+    names = ("x", "x1", "x2", "out", "scale", "partial", "M", "M1", "M2", "N", "stride_m")
+    return dict(zip(names, (*sources, *outputs, *heights, columns, stride), strict=True))
+
+
+def constants(columns: int, step: int, dtype: torch.dtype, power_of_2: bool) -> dict[str, Any]:
+    """The kernel's compile-time arguments; ``step``: rows of a program."""
     return {
         "LIMIT": torch.finfo(dtype).max,
         "EPS": EPS,
         "POWER_OF_2": power_of_2,
-        "ROWS": rows,
+        "ROWS": step,
         "BLOCK": launch.next_power_of_2(columns),
     }
 
 
-def reference(x: Tensor, *, dtype: torch.dtype, power_of_2: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def programs(rows: Sequence[int], step: int) -> int:
+    """How many programs take ``rows`` of each tensor, ``step`` at a time."""
+    return sum(launch.ceil_div(number, step) for number in rows)
+
+
+def reference(
+    tensors: Sequence[Tensor], *, dtype: torch.dtype, power_of_2: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`row_cast_columns` computes, by definition."""
+    x = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
     scale = definition.scale(definition.amax(x, 1), dtype, power_of_2)
     return definition.quantize(x, scale, dtype, 1, False, [1, 1]), scale, definition.amax(x, 0)
 
 
 def row_cast_columns(
-    x: Tensor, *, dtype: torch.dtype, power_of_2: bool = False, rows: int | None = None
+    tensors: Sequence[Tensor], *, dtype: torch.dtype, power_of_2: bool = False, step: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` [M, N] in float8, each row scaled by its own amax, and the amaxes of its columns.
+    """Tensors [M_i, N], one below the other, in float8, each row scaled by its own amax, and the columns' amaxes.
 
     Args:
-        x: bfloat16, float16 or float32.
+        tensors: one to three of them, bfloat16, float16 or float32.
         power_of_2: round scales down to powers of two.
-        rows: that a program takes.
+        step: rows that a program takes.
 
     Returns:
-        The copy, contiguous; the scales, float32 [M], multiplying on the way in; the amaxes, float32 [N].
+        The copy [M, N], contiguous, M the sum of all M_i; the scales, float32 [M], multiplying on the way in; the
+        amaxes, float32 [N].
     """
-    if reason := launch.why_not(x, dtype) or why_not(x, dtype):
+    x = tensors[0]
+    if reason := launch.why_not(x, dtype) or why_not(tensors, dtype):
         launch.say_fallback(reason)
-        return reference(x, dtype=dtype, power_of_2=power_of_2)
-    M, N = x.shape
-    rows = rows or rows_per_program(M, N, launch.multiprocessors(x.device))
-    programs = launch.ceil_div(M, rows)
-    out = torch.empty(M, N, dtype=dtype, device=x.device)
-    scale = torch.empty(M, dtype=torch.float32, device=x.device)
-    partial = torch.empty(programs, N, dtype=torch.float32, device=x.device)
+        return reference(tensors, dtype=dtype, power_of_2=power_of_2)
+    rows, N = [tensor.shape[0] for tensor in tensors], x.shape[1]
+    step = step or rows_per_program(sum(rows), N, launch.multiprocessors(x.device))
+    outputs = (
+        torch.empty(sum(rows), N, dtype=dtype, device=x.device),
+        torch.empty(sum(rows), dtype=torch.float32, device=x.device),
+        torch.empty(programs(rows, step), N, dtype=torch.float32, device=x.device),
+    )
     kernel = launch.kernels("row_cast_columns").row_cast_columns_kernel
-    kernel[(programs,)](
-        *(x, out, scale, partial, M, N, x.stride(0)),
-        **constants(N, rows, dtype, power_of_2),
+    kernel[(programs(rows, step),)](
+        **arguments(tensors, rows, N, x.stride(0), outputs),
+        **constants(N, step, dtype, power_of_2),
         num_warps=warps(N),
     )
-    return out, scale, partial.amax(0)
+    return outputs[0], outputs[1], outputs[2].amax(0)

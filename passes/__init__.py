@@ -13,6 +13,7 @@
    6a    amaxes      the amax of a tensor comes from its rows' amaxes, where they exist
    6b    materialize residual sums that several kernels read are written once
    7     tags        what activation checkpointing may recompute
+   7b    one_read    row cast and column amaxes of a tensor in memory by one kernel of our own
 ======  ==========  ==============================================================================
 
 The numbers are those of the full design; lowering to kernels (8) is Inductor's job, with the rules
@@ -42,6 +43,7 @@ from .describe import describe
 from .find import Find, backward_nodes
 from .materialize import Materialize
 from .merge import Merge
+from .one_read import OneRead
 from .quantize import Quantize, RowwiseScales
 from .reuse import Reuse, WeightInputs
 from .select import FilterError, Policy, Select
@@ -55,6 +57,7 @@ __all__ = [
     "Find",
     "Materialize",
     "Merge",
+    "OneRead",
     "Pipeline",
     "Policy",
     "Quantize",
@@ -85,6 +88,7 @@ class Pipeline:
         weights_at_once: make both layouts of a weight in the forward (``save="fast"``).
         merge: whether matmuls that read one input become one: where the cost model says it pays, or never.
         wire: dtype in which float8 is gathered; see :class:`Collectives`.
+        kernels: the devices that a Triton kernel of our own is used on, where it reads less than Inductor's.
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
     """
 
@@ -101,6 +105,7 @@ class Pipeline:
         weights_at_once: bool = False,
         wire: Wire = "auto",
         weights: WeightInputs | None = None,
+        kernels: Callable[[torch.device], bool] = lambda device: False,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
@@ -115,6 +120,7 @@ class Pipeline:
         self.amaxes = Amaxes()
         self.materialize = Materialize()
         self.tags = Tags()
+        self.one_read = OneRead(kernels)
 
     def __call__(self, graph: fx.Graph) -> GraphReport:
         """Rewrites the graph in place and says what was done.
@@ -149,6 +155,7 @@ class Pipeline:
             run("amaxes", self.amaxes, graph)
             run("materialize", self.materialize, graph)
             run("tags", self.tags, graph)
+            run("one_read", self.one_read, graph)
         report.decisions = [decision(choice) for choice in choices]
         rounded = unfolded(graph)
         report.warnings = [_read_rounded(rounded)] if rounded else []

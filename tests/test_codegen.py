@@ -370,3 +370,49 @@ backward:
      0.5 MB  triton_convert_element_type_mul_sub_sum
      0.5 MB  triton_convert_element_type_sum""",
         )
+
+
+class TestOneRead(TestCase):
+    """``kernels="triton"``: the launch is generated as Inductor's own are, and what follows is fused as ever."""
+
+    def test_norm_linear_rowwise(self):
+        found = generated(NormLinear, (8192, 4096), recipe="rowwise", kernels="triton")
+        self.assertExpectedInline(
+            listed(found),
+            """\
+forward:
+   151.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
+   117.5 MB  extern_kernels._scaled_mm
+backward:
+   104.9 MB  triton_row_cast_columns_kernel
+    34.1 MB  triton_amax
+     0.6 MB  triton_amax_reciprocal_scale
+    54.6 MB  triton_quantize_quantize_rowwise_reciprocal
+       tiny  triton_quantize_rowwise_reciprocal
+   117.5 MB  extern_kernels._scaled_mm
+   303.1 MB  triton_amax_convert_element_type_div_mul_quantize_rowwise_sub_sum
+     1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sum
+   100.7 MB  triton_convert_element_type_mul_quantize
+   100.7 MB  extern_kernels._scaled_mm""",
+        )
+        assert "row_cast_columns_kernel" in found[1].code and "num_warps" in found[1].code
+
+    def test_weights_at_once(self):
+        found = generated(GateUp, (8192, 4096), recipe="rowwise", kernels="triton", save="fast")
+        self.assertExpectedInline(
+            listed(found),
+            """\
+forward:
+   104.9 MB  triton_row_cast_columns_kernel
+   209.8 MB  triton_row_cast_columns_kernel
+    12.9 MB  triton_quantize_rowwise_reciprocal
+     0.2 MB  triton_quantize_rowwise_reciprocal
+   369.2 MB  extern_kernels._scaled_mm
+   704.7 MB  triton_add_clone_convert_element_type_div_exp_mul_neg_quantize_rowwise_slice
+backward:
+   403.7 MB  triton_amax
+     1.2 MB  triton_amax_scale
+   671.4 MB  triton_amax_quantize_both_reciprocal_scale
+   302.1 MB  extern_kernels._scaled_mm
+   268.5 MB  extern_kernels._scaled_mm""",
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast
 
+import sympy
 import torch
 from torch import fx
 
@@ -131,6 +133,59 @@ class Lowering:
         V.graph.register_operation(kernel)
         return ir.TensorBox(buffer)
 
+    def launched(
+        self, kernel: Any, programs: int, warps: int, arguments: Mapping[str, Any], written: Collection[str]
+    ) -> None:
+        """A launch of a Triton kernel by the generated code, which compiles it as one of its own.
+
+        ``triton_kernel_wrapper_mutation`` of ``torch._higher_order_ops.triton_kernel_wrap``, ``ir.UserDefinedTritonKernel``.
+
+        Args:
+            arguments: IR values, numbers and compile-time constants, by name.
+            written: the names of those that the kernel writes; torch finds them in the kernel's code.
+
+        Raises:
+            RuntimeError: torch thinks that it writes others too.
+        """
+        from torch._higher_order_ops.triton_kernel_wrap import (
+            kernel_side_table,
+            triton_kernel_wrapper_mutation,
+        )
+        from torch._inductor.virtualized import V
+
+        values = {name: x for name, x in arguments.items() if isinstance(x, self._ir.IRNode)}
+        constants = {name: x for name, x in arguments.items() if name not in values}
+        self._lowering.lowerings[triton_kernel_wrapper_mutation](
+            kernel_idx=kernel_side_table.add_kernel(_with_warps(kernel, warps)),
+            constant_args_idx=kernel_side_table.add_constant_args(constants),
+            grid=[(programs,)],
+            tma_descriptor_metadata={},
+            kwargs=values,
+        )
+        launch: Any = V.graph.operations[-1]
+        found = {id(x) for x in launch.mutable_args}
+        if found != {id(values[name]) for name in written}:
+            raise RuntimeError(
+                f"of the arguments of {kernel.__name__}, torch takes others for written than {set(written)}"
+            )
+
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype, like: Any) -> Any:
+        """A contiguous buffer that nothing is written to yet."""
+        strides = self._ir.FlexibleLayout.contiguous_strides(list(sizes))
+        target = torch.ops.aten.empty_strided.default
+        return self.realized(self(target, list(sizes), strides, dtype=dtype, device=like.get_device()))
+
+    def numbers(self, sizes: Iterable[Any]) -> tuple[int, ...] | None:
+        """Sizes or strides of a value as numbers; ``None`` if one is not known."""
+        given = tuple(sizes)
+        return tuple(map(int, given)) if all(isinstance(x, (int, sympy.Integer)) for x in given) else None
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """Of a GPU, or of the one that code is generated for (``torch._inductor.runtime.hints.DeviceProperties``)."""
+        from torch._inductor.runtime.hints import DeviceProperties
+
+        return DeviceProperties.create(device).multi_processor_count or 1
+
     def is_large(self, x: Any, rows: int = 1024) -> bool:
         """Whether a 2-D value is known to have at least so many rows and is on a GPU."""
         from torch._inductor.virtualized import V
@@ -168,6 +223,14 @@ class Lowering:
 
         expression = (-size) % multiple
         return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
+
+
+@cache
+def _with_warps(kernel: Any, warps: int) -> Any:
+    """A Triton kernel as ``triton.autotune`` would give it, with one configuration."""
+    from triton import Config, autotune
+
+    return autotune(configs=[Config({}, num_warps=warps)], key=[])(kernel)
 
 
 def inductor_lowering() -> Lowering:

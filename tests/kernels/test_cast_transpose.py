@@ -231,11 +231,17 @@ def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2):
 
 @in_interpreter
 @settings(sweep, max_examples=150)
-@given(**sources, fp8=float8, power_of_2=st.booleans(), rows=st.sampled_from([1, 4, 32]))
-def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, rows):
-    x = source(shape, high, seed, special, layout)
-    got = row_cast_columns.row_cast_columns(x, dtype=fp8, power_of_2=power_of_2, rows=rows)
-    data, scale, columns = row_cast_columns.reference(x, dtype=fp8, power_of_2=power_of_2)
+@given(
+    **sources,
+    fp8=float8,
+    power_of_2=st.booleans(),
+    step=st.sampled_from([1, 4, 32]),
+    others=st.lists(st.integers(1, 40), max_size=3),
+)
+def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, step, others):
+    tensors = [source((rows, shape[1]), high, seed + rows, special, layout) for rows in (shape[0], *others)]
+    got = row_cast_columns.row_cast_columns(tensors, dtype=fp8, power_of_2=power_of_2, step=step)
+    data, scale, columns = row_cast_columns.reference(tensors, dtype=fp8, power_of_2=power_of_2)
     same_bits(got[0], data)
     same_scales(got[1], scale)
     same_scales(got[2], columns)
@@ -353,20 +359,27 @@ def test_starting_tile_fills_the_machine():
     assert row_cast.tile_of(14336) == launch.Tile(1, 16384, 16)
     assert row_cast.tile_of(28672) == launch.Tile(1, 8192, 16)
     assert row_cast_columns.rows_per_program(4096, 14336, 132) == 32
-    assert row_cast_columns.rows_per_program(8192, 4096, 132) == 16
+    assert row_cast_columns.rows_per_program(8192, 4096, 132) == 32
 
 
 @on_host
 def test_what_rows_and_columns_at_once_are_not_for():
-    def why_not(*shape, dtype=torch.bfloat16, strides=None):
-        x = torch.empty_strided(
-            shape, strides or torch.empty(shape, device="meta").stride(), dtype=dtype, device="meta"
-        )
-        return row_cast_columns.why_not(x, torch.float8_e4m3fn)
+    def why_not(*shape, dtype=torch.bfloat16, strides=None, others=()):
+        strides = strides or torch.empty(shape, device="meta").stride()
+        x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        more = [torch.empty(other, dtype=dtype, device="meta") for other in others]
+        return row_cast_columns.why_not([x, *more], torch.float8_e4m3fn)
 
     assert why_not(8, 16384) is None and why_not(8, 8192, dtype=torch.float32) is None
-    assert why_not(8, 16, strides=(48, 1)) is None
-    for reason in (why_not(8, 16400), why_not(8, 8208, dtype=torch.float32), why_not(0, 16), why_not(16, 0)):
+    assert why_not(8, 16, strides=(48, 1)) is why_not(8, 16, others=[(24, 16), (1, 16)]) is None
+    for reason in (
+        why_not(8, 16400),
+        why_not(8, 8208, dtype=torch.float32),
+        why_not(0, 16),
+        why_not(8, 16, others=[(0, 16)]),
+    ):
         assert reason == "rows have 1 to 32768 bytes"
-    assert why_not(8, 16, strides=(1, 8)) == "elements of a row do not lie side by side"
+    for reason in (why_not(8, 16, strides=(1, 8)), why_not(8, 16, strides=(48, 1), others=[(8, 16)])):
+        assert "side by side" in reason
+    assert "more than 3" in why_not(8, 16, others=[(8, 16)] * 3)
     assert "2-D" in why_not(8, 16, 2) and "float32" in why_not(8, 16, dtype=torch.float64)
