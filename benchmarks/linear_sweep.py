@@ -157,7 +157,7 @@ def smoke() -> int:
     for (m, k, n), recipe in itertools.product(_SMOKE, variants.RECIPES):
         case = {"m": m, "k": k, "n": n, "recipe": recipe}
         rows.append({**case, **measure(m, k, n, recipe, device="cpu", seconds=0.0)})
-    console.print("CPU smoke: the times below are NOT measurements of anything, and are not kept.")
+    console.print(common.SMOKE)
     for grid in grids({"rows": rows}):
         grid.print()
     failed = [row for row in rows if row["errors"]]

@@ -170,7 +170,7 @@ def smoke() -> int:
     for checkpointing in (False, True):
         case: dict[str, Any] = {"model": "tiny", "recipe": "tensorwise", "checkpointing": checkpointing}
         rows.append({**case, **measure(**case, device="cpu", seq=_SMOKE_SEQ, seconds=0.0)})
-    console.print("CPU smoke: the times below are NOT measurements of anything, and are not kept.")
+    console.print(common.SMOKE)
     for grid in grids({"rows": rows}):
         grid.print()
     for row in rows:
