@@ -155,7 +155,7 @@ class Comparison:
             "same_graph": self.same,
             "compile_s": {name: variant.compile_s for name, variant in self.variants.items()},
             "compile_cached": {name: variant.cached for name, variant in self.variants.items()},
-            "sqnr_db": {name: [_finite(value) for value in pair] for name, pair in self.sqnr.items()},
+            "sqnr_db": {name: [finite(value) for value in pair] for name, pair in self.sqnr.items()},
             "converted": {
                 name: [sum(r.converted for r in found), sum(r.total for r in found)]
                 for name, found in reports.items()
@@ -217,7 +217,7 @@ def _same_graph(variants: Mapping[str, Variant]) -> dict[str, str]:
     return {}
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """For JSON: ``None`` where two versions agree to the bit, or a value is not finite."""
     return round(value, 2) if math.isfinite(value) else None
 
