@@ -164,7 +164,7 @@ def stamp(device: torch.device) -> dict[str, Any]:
 
 
 #: Rows measured with equal values of these belong together.
-_SAME = ("commit", "uncommitted_changes", "device", "driver", "torch", "triton", "torchao", "f8fx")
+SAME = ("commit", "uncommitted_changes", "device", "driver", "torch", "triton", "torchao", "f8fx")
 
 
 def slug(text: str) -> str:
@@ -209,7 +209,7 @@ class Recorder:
         return self.folder / f"{slug(self.stamp['device'])}-{self.name}.partial.jsonl"
 
     def _head(self) -> dict[str, Any]:
-        return {"same": {key: self.stamp[key] for key in _SAME}, "settings": self.settings}
+        return {"same": {key: self.stamp[key] for key in SAME}, "settings": self.settings}
 
     def _earlier(self) -> list[Row]:
         try:

@@ -48,9 +48,11 @@ class NormLinearSigmoid(nn.Module):
 
 
 def cases(sizes: Sequence[int], quick: bool) -> list[dict[str, Any]]:
-    """All cases, those of ``--quick`` first."""
-    shapes = [*QUICK, *(() if quick else itertools.product(sizes, repeat=3))]
-    ordered = dict.fromkeys((*shape, recipe) for shape in shapes for recipe in variants.RECIPES)
+    """All cases, those of ``--quick`` first, recipe by recipe."""
+    every = [QUICK, *([] if quick else [tuple(itertools.product(sizes, repeat=3))])]
+    ordered = dict.fromkeys(
+        (*shape, recipe) for shapes in every for recipe in variants.RECIPES for shape in shapes
+    )
     return [dict(zip(CASE, case, strict=True)) for case in ordered]
 
 
