@@ -87,7 +87,8 @@ def measure_gemm(
     gemm, place = GemmShape(role, m, k, n), torch.device(device)
     torch.manual_seed(0)
     size = 2 * (m * k + k * n + m * n)
-    sets = max(2, min(MOST_SETS, -(-ROTATED_BYTES // size)))
+    # without a GPU there is nothing to measure, only to try
+    sets = max(2, min(MOST_SETS, -(-ROTATED_BYTES // size))) if place.type == "cuda" else 1
     calls = {}
     errors: dict[str, str] = {}
     for version in versions:

@@ -352,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
 def smoke() -> int:
     """Profiles a tiny block on CPU, where only gemm operators are seen; times mean nothing and are not kept."""
     torch.set_num_threads(1)
-    case = {"model": "tiny", "recipe": "tensorwise", "version": "f8fx"}
+    case: dict[str, Any] = {"model": "tiny", "recipe": "tensorwise", "version": "f8fx"}
     rows = [{**case, **measure(**case, device="cpu", seq=_SMOKE_SEQ, seconds=0.0)}]
     console.print(common.SMOKE)
     for grid in grids({"rows": rows}):
