@@ -16,6 +16,7 @@ from benchmarks import (
     ceilings,
     common,
     gpu,
+    headline,
     inference,
     kernel_times,
     kernels,
@@ -296,6 +297,41 @@ def test_a_result_becomes_a_page_and_a_picture(benchmark: Any, rows: list[Any], 
     page = (tmp_path / "result.md").read_text()
     assert "**Not complete**" in page and line in page
     assert (tmp_path / "result.png").stat().st_size > 5_000
+
+
+def _results(folder: Path) -> None:
+    stamp = {**common.stamp(CPU), "device": "NVIDIA H200", "device_type": "cuda", "torch": "2.11.0"}
+    block = {
+        "model": "llama3_8b",
+        "recipe": "tensorwise",
+        "checkpointing": False,
+        "ms": {"bf16": 14, "f8fx": 10},
+    }
+    training = _runs()
+    for day, name, rows, summary in (
+        ("2026-01-01", "llama_block", [block], {}),
+        ("2026-01-01", "train_1b", training, train_1b.summary(training)),
+        ("2026-01-02", "llama_block", [{**block, "ms": {"bf16": 15, "f8fx": 10}}], {}),
+    ):
+        result = {"name": name, "stamp": {**stamp, "date": day}, "rows": rows, "summary": summary}
+        (folder / f"{day}-nvidia-h200-{name}.json").write_text(json.dumps(result))
+
+
+def test_the_headline_holds_what_results_hold_and_nothing_else(tmp_path, capsys):
+    _results(tmp_path)
+    assert headline.main(["--results", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert "### NVIDIA H200" in page
+    assert "| 8B block, tensorwise: f8fx over bf16 | >= 1.40 | 1.50 | 2026-01-02, " in page
+    assert "| 8B block, tensorwise: f8fx over torchao | >= 1.10 | not measured | - |" in page
+    assert "| 0.25 (100 steps) | 2026-01-01" in page
+
+
+def test_without_gpu_results_there_is_no_headline(capsys):
+    if headline.gpu_results(common.RESULTS):
+        pytest.skip("there are")
+    assert headline.main([]) == 0
+    assert "No GPU measurements are committed" in capsys.readouterr().out
 
 
 # -- everything in one command --------------------------------------------------------------------
