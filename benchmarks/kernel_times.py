@@ -65,10 +65,10 @@ def kind_of(launch: Launch) -> str:
     """``gemm``, ``attention``, ``triton``, ``copy`` or ``other``."""
     if launch.gemm is not None:
         return "gemm"
+    if launch.name.startswith("triton_"):  # named after the operators it came from, attention among them
+        return "triton"
     if "attention" in launch.op or any(word in launch.name for word in ("flash", "fmha", "sdpa")):
         return "attention"
-    if launch.name.startswith("triton_"):
-        return "triton"
     return "copy" if launch.bytes else "other"
 
 

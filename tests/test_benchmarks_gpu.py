@@ -171,6 +171,16 @@ def test_a_profile_against_its_floor():
     assert total["unknown_us"] == 5
 
 
+def test_a_generated_kernel_named_after_attention_is_no_attention():
+    names = {
+        "triton_poi_fused__scaled_dot_product_flash_attention_3": "triton",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+        "nvjet_tst_192x192": "other",  # a gemm that no operator's shapes are known of
+    }
+    for name, kind in names.items():
+        assert kernel_times.kind_of(timeline.Launch(name, "forward", 0.0, 1.0)) == kind
+
+
 # -- training -------------------------------------------------------------------------------------
 
 
@@ -368,8 +378,8 @@ def test_the_gpu_command_gives_each_part_its_share_and_goes_on_where_it_stopped(
     assert gpu.main(command) == 1
     assert [name for name, _ in on_a_gpu] == [part.name for part in gpu.PARTS]
     shares = sum(part.share for part in gpu.PARTS)
-    assert on_a_gpu[0][1] == pytest.approx(550 * gpu.PARTS[0].share / shares, abs=1)
-    assert on_a_gpu[-1][1] == pytest.approx(550, abs=5)  # nobody else is left, and nothing was used
+    assert on_a_gpu[0][1] == pytest.approx(520 * gpu.PARTS[0].share / shares, abs=1)
+    assert on_a_gpu[-1][1] == pytest.approx(520, abs=5)  # nobody else is left, and nothing was used
     (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
     assert json.loads(path.read_text())["summary"]["failed"] == ["ablations"]
     with tarfile.open(packed) as archive:
