@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -72,10 +74,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Generated:
-    """What Inductor made of one half of a graph."""
+    """What Inductor made of one half of a graph.
+
+    Attributes:
+        kernels: launches in their order.
+        code: the whole module.
+        named: the Triton kernels by the name they have in ``code``, and in a profile.
+    """
 
     kernels: tuple[Kernel, ...]
     code: str
+    named: Mapping[str, Kernel]
 
     @property
     def triton(self) -> tuple[Kernel, ...]:
@@ -208,11 +217,22 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
             # Inductor counts 4-byte words
             counted = [(node, 4 * words) for node, words in lowering.count_bytes()[1]]
             kernels = tuple(_kernel(lowering, node, moved, sources) for node, moved in counted if _name(node))
-    return Generated(kernels, code if isinstance(code, str) else code.value)
+            names = named(lowering, sources)
+    return Generated(kernels, code if isinstance(code, str) else code.value, names)
 
 
-#: Text and kernel object of what was generated for a scheduler node, by its name.
-_Sources = dict[str, list[tuple[str, Any]]]
+@dataclass(frozen=True)
+class _Source:
+    """Name, text and kernel object of a generated kernel, and the scheduler's nodes it computes."""
+
+    name: str
+    text: str
+    kernel: Any
+    nodes: Sequence[Any]
+
+
+#: What was generated for a scheduler node, by its name.
+_Sources = dict[str, list[_Source]]
 
 
 @contextlib.contextmanager
@@ -223,13 +243,95 @@ def _recorded() -> Iterator[_Sources]:
     define, sources = TritonScheduling.define_kernel, _Sources()
 
     def defining(self: Any, source: str, nodes: Sequence[Any], kernel: Any) -> Any:
-        for node in nodes:
-            if hasattr(node, "get_name"):
-                sources.setdefault(node.get_name(), []).append((source, kernel))
-        return define(self, source, nodes, kernel)
+        name = define(self, source, nodes, kernel)
+        parts = [node for node in nodes if hasattr(node, "get_name")]
+        for node in parts:
+            sources.setdefault(node.get_name(), []).append(_Source(str(name), source, kernel, parts))
+        return name
 
     with mock.patch.object(TritonScheduling, "define_kernel", defining):
         yield sources
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One graph that Inductor compiled.
+
+    Attributes:
+        is_backward: whether it is the backward half of a training graph.
+        kernels: its Triton kernels by the name they have in a profile.
+    """
+
+    is_backward: bool
+    kernels: Mapping[str, Kernel]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Lowered]]:
+    """Keeps what Inductor generates in the block, for any device; its caches must be off."""
+    from torch._inductor.graph import GraphLowering
+
+    original, found = GraphLowering.codegen, list[Lowered]()
+
+    with _recorded() as sources:
+
+        def codegen(self: Any) -> Any:
+            sources.clear()  # nodes of two graphs have the same names
+            code = original(self)
+            try:
+                kernels = named(self, sources)
+            except (
+                Exception
+            ) as error:  # private interfaces; the compile goes on, and these kernels have no floor
+                warnings.warn(f"the kernels of a graph were not counted: {error!r}", stacklevel=2)
+                kernels = {}
+            found.append(Lowered(bool(self.is_backward), kernels))
+            return code
+
+        with mock.patch.object(GraphLowering, "codegen", codegen):
+            yield found
+
+
+def named(lowering: Any, sources: _Sources) -> dict[str, Kernel]:
+    """The Triton kernels of a graph that was lowered, by name."""
+    kernels = {}
+    for node in lowering.scheduler.nodes:
+        if not node.is_extern():
+            for source in _sources_of(node, sources):
+                kernels[source.name] = _counted(lowering, node, source)
+    return kernels
+
+
+def _sources_of(node: Any, sources: _Sources) -> list[_Source]:
+    names = (node.get_name(), *(part.get_name() for part in node.get_nodes()))
+    return next((sources[name] for name in names if name in sources), [])
+
+
+def _counted(lowering: Any, node: Any, source: _Source) -> Kernel:
+    """One generated kernel of a scheduler node; a combo kernel of many parts is several."""
+    touched = _touched(node)
+    own: Counter[str] = Counter()
+    for part in source.nodes:
+        own.update(_touched(part))
+    tensors, moved = {}, {}
+    arguments = source.kernel.args
+    for buffers in (arguments.input_buffers, arguments.output_buffers, arguments.inplace_buffers):
+        for buffer, argument in buffers.items():
+            if buffer in touched:
+                itemsize = lowering.get_dtype(buffer).itemsize
+                tensors[getattr(argument, "inner_name", argument)] = Tensor(touched[buffer], itemsize)
+                moved[buffer] = min(own[buffer], touched[buffer])  # parts may read the same
+    return Kernel(
+        source.name,
+        sum(moved.values()),
+        reread_bytes(source.text, tensors),
+        strided_bytes(source.text, tensors),
+    )
+
+
+def _touched(node: Any) -> Mapping[str, int]:
+    """Bytes that a scheduler node reads or writes of each buffer."""
+    return node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
 
 
 def _kernel(lowering: Any, node: Any, moved: int, sources: _Sources) -> Kernel:
@@ -239,20 +341,8 @@ def _kernel(lowering: Any, node: Any, moved: int, sources: _Sources) -> Kernel:
         moved = sum(_bytes(lowering, name) for name in {x.get_name() for x in node.node.inputs})
     if node.is_extern():
         return Kernel(_name(node), moved)
-    touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    names = (node.get_name(), *(part.get_name() for part in node.get_nodes()))
-    reread = strided = 0
-    # a combo kernel of many parts is several kernels
-    for source, kernel in next((sources[name] for name in names if name in sources), []):
-        tensors = {}
-        for buffers in (kernel.args.input_buffers, kernel.args.output_buffers, kernel.args.inplace_buffers):
-            for name, argument in buffers.items():
-                if name in touched:
-                    itemsize = lowering.get_dtype(name).itemsize
-                    tensors[getattr(argument, "inner_name", argument)] = Tensor(touched[name], itemsize)
-        reread += reread_bytes(source, tensors)
-        strided += strided_bytes(source, tensors)
-    return Kernel(_name(node), moved, reread, strided)
+    parts = [_counted(lowering, node, source) for source in _sources_of(node, sources)]
+    return Kernel(_name(node), moved, sum(part.reread for part in parts), sum(part.strided for part in parts))
 
 
 def _name(node: Any) -> str:

@@ -30,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import f8fx
 from f8fx.hardware import of_device
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, soft_wrap=False)
 
 Row = dict[str, Any]
+
+#: What every smoke says before its tables.
+SMOKE = "CPU smoke: the times below are NOT measurements of anything, and are not kept."
 
 
 # -- the machine ----------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ def stamp(device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "triton": version_of("triton"),
         "torchao": version_of("torchao"),
-        "f8fx": version_of("f8fx"),
+        "f8fx": f8fx.__version__,  # also where it runs from a checkout that was not installed
     }
     if device.type == "cuda":
         driver = _smi(["driver_version"])
@@ -160,7 +164,7 @@ def stamp(device: torch.device) -> dict[str, Any]:
 
 
 #: Rows measured with equal values of these belong together.
-_SAME = ("commit", "uncommitted_changes", "device", "driver", "torch", "triton", "torchao", "f8fx")
+SAME = ("commit", "uncommitted_changes", "device", "driver", "torch", "triton", "torchao", "f8fx")
 
 
 def slug(text: str) -> str:
@@ -205,7 +209,7 @@ class Recorder:
         return self.folder / f"{slug(self.stamp['device'])}-{self.name}.partial.jsonl"
 
     def _head(self) -> dict[str, Any]:
-        return {"same": {key: self.stamp[key] for key in _SAME}, "settings": self.settings}
+        return {"same": {key: self.stamp[key] for key in SAME}, "settings": self.settings}
 
     def _earlier(self) -> list[Row]:
         try:

@@ -1,19 +1,28 @@
 """Everything that needs a GPU, in one command of under ten minutes: ``python -m benchmarks.gpu``.
 
-The tests marked ``gpu``, then the benchmarks in their ``--quick`` form, each in a process of its own and
-within its share of the budget. What does not fit is left, and measured when the command is run
-again: results so far are kept. ``F8FX_COMMIT`` names the code where there is no git.
+The benchmarks in their ``--quick`` form and the tests marked ``gpu``, what says most first, each in a process of its own and
+within its share of the budget. Every row is kept as it is measured. What does not fit is left, and measured when
+the command is run again; what is complete, with the same code on the same device, is not measured twice.
+
+Nothing has to be installed but torch, torchao and what pytest needs. ``F8FX_COMMIT`` names the code where there is no git.
+``--results`` is where results go and where an earlier run's are found; ``--archive`` packs them into one file as well, after
+every part, for a machine from which files must be carried.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +31,15 @@ from . import common
 from .common import ROOT, Grid, Row, console, show
 
 NAME = "gpu"
-BUDGET_S = 570.0
+#: Of ten minutes, the rest is for imports, for tables and pictures, and for what a caller does before.
+BUDGET_S = 540.0
 #: A process may run this much over its share, to finish what it began and to write it down.
 GRACE_S = 10.0
 STOP_S = 10.0
+#: Tests compile more than they compute, so they run side by side where pytest-xdist is installed.
+TEST_PROCESSES = 6
+
+DONE, ON_RECORD, OUT_OF_TIME = "done", "on record already", "out of time; run again to go on"
 
 
 @dataclass(frozen=True)
@@ -33,46 +47,79 @@ class Part:
     """One process.
 
     Attributes:
-        name: of the part.
+        name: of the part, and of its result.
         command: what Python runs, after ``python -m``.
         share: of the budget that is left for it and all later parts, relative to theirs.
+        least: seconds below which it is not begun: its start, and its first case with a cold compile.
+        keeps: whether it writes results, and so takes a budget and a folder.
+        env: added to its environment.
     """
 
     name: str
     command: tuple[str, ...]
     share: float
+    least: float
+    keeps: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
+def _tests() -> Part:
+    # the one file, since others need packages that a GPU machine may lack
+    command = ["pytest", "tests/test_gpu.py", "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(TEST_PROCESSES)]
+    return Part("tests", tuple(command), 70, 60, keeps=False, env={"TORCHINDUCTOR_COMPILE_THREADS": "2"})
+
+
+def _benchmark(name: str, share: float, least: float, *extra: str) -> Part:
+    return Part(name, (f"benchmarks.{name}", "--quick", *extra), share, least)
+
+
+#: What says most first. Shares are seconds of :data:`BUDGET_S`, as guessed before the first run.
 PARTS = (
-    Part("tests", ("pytest", "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider"), 0.25),
-    Part("kernels", ("benchmarks.kernels", "--quick"), 0.15),
-    Part("linear_sweep", ("benchmarks.linear_sweep", "--quick"), 0.25),
-    Part("llama_block", ("benchmarks.llama_block", "--quick"), 0.25),
-    Part("compile_time", ("benchmarks.compile_time", "--quick", "--repeats", "1"), 0.1),
+    _benchmark("ceilings", 40, 25),
+    _benchmark("llama_block", 100, 70),
+    _tests(),
+    _benchmark("kernel_times", 55, 45),
+    _benchmark("ablations", 60, 50),
+    _benchmark("linear_sweep", 50, 35),
+    _benchmark("kernels", 30, 25),
+    _benchmark("inference", 40, 35),
+    _benchmark("train_1b", 60, 60),
+    _benchmark("compile_time", 20, 20, "--repeats", "1"),
+    Part("calibrate", ("benchmarks.calibrate",), 10, 5, keeps=False),
 )
 
 
 def run(part: Part, seconds: float, extra: tuple[str, ...] = ()) -> Row:
     """Runs a part, stopped when it takes longer than its share and the grace; its output is shown."""
     console.rule(f"{part.name}: {seconds:.0f} s", characters="-")
-    limit = () if part.name == "tests" else ("--budget-s", str(max(1, int(seconds))))
+    limit = ("--budget-s", str(max(1, int(seconds)))) if part.keeps else ()
     command = [sys.executable, "-m", *part.command, *limit, *extra]
     start = time.monotonic()
     # a session of its own, so that compile workers can be stopped with it
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, **part.env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=seconds + GRACE_S)
     except subprocess.TimeoutExpired:
         output = _stop(process) + "\nstopped: out of time"
     console.print(output[-6000:], markup=False, end="")
+    sys.stdout.flush()  # what is shown must be there if the command is killed later
     code = process.returncode
     return {
         "part": part.name,
         "seconds": time.monotonic() - start,
         "returncode": code,
         "outcome": _outcome(part, code, output),
+        "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE),
     }
 
 
@@ -93,7 +140,7 @@ def _stop(process: subprocess.Popen[str]) -> str:
 def _outcome(part: Part, code: int, output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()] or [""]
     if "stopped: out of time" in lines[-1]:
-        return "out of time; run again to go on"
+        return OUT_OF_TIME
     if part.name == "tests":
         summary = next(
             (x for x in reversed(lines) if re.search(r"\d+ (passed|failed|skipped)|no tests ran", x)), ""
@@ -103,7 +150,7 @@ def _outcome(part: Part, code: int, output: str) -> str:
         return summary.strip("= ") or f"exit code {code}"
     if code:
         return f"failed: {lines[-1]}"
-    return "out of time; run again to go on" if "Out of time" in output else "done"
+    return OUT_OF_TIME if "Out of time" in output or "Interrupted:" in output else DONE
 
 
 def grids(result: dict[str, Any]) -> list[Grid]:
@@ -112,28 +159,48 @@ def grids(result: dict[str, Any]) -> list[Grid]:
     return [Grid("Everything on this GPU", ("", "outcome", "seconds"), rows)]
 
 
+def on_record(part: Part, folder: Path, stamp: Mapping[str, Any]) -> bool:
+    """Whether an earlier run ended this part, with the same code, versions and device."""
+    name = part.name if part.keeps else NAME
+    for path in sorted(folder.glob(f"*-{common.slug(stamp['device'])}-{name}.json")):
+        result = json.loads(path.read_text())
+        if any(result["stamp"][key] != stamp[key] for key in common.SAME):
+            continue
+        passed = any(row["part"] == part.name and row["returncode"] == 0 for row in result["rows"])
+        if result["complete"] if part.keeps else part.name == "tests" and passed:
+            return True
+    return False
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__, budget=BUDGET_S)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="parts to run")
+    parser.add_argument("--archive", type=Path, help="also pack all results into this .tar.gz")
     args = parser.parse_args(argv)
     if reason := common.why_no_gpu():
         console.print(reason)
         return 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    # the parts keep what they measured themselves; here only what ran is noted, always anew
-    recorder = common.Recorder(
-        NAME, common.stamp(device), {"budget_s": args.budget_s}, args.results, fresh=True
-    )
-    budget = common.Budget(args.budget_s)
+    stamp = common.stamp(torch.device("cuda", torch.cuda.current_device()))
+    args.results.mkdir(parents=True, exist_ok=True)
     parts = [part for part in PARTS if not args.only or part.name in args.only]
+    known = {} if args.fresh else {part.name: on_record(part, args.results, stamp) for part in parts}
+    # the parts keep what they measured themselves; here only what ran is noted, always anew
+    recorder = common.Recorder(NAME, stamp, {"budget_s": args.budget_s}, args.results, fresh=True)
+    budget = common.Budget(args.budget_s)
     for index, part in enumerate(parts):
-        share = part.share / sum(later.share for later in parts[index:])
-        seconds = share * (budget.left - GRACE_S - STOP_S)
-        extra = () if part.name == "tests" else ("--results", str(args.results.resolve()))
-        if args.fresh and part.name != "tests":
-            extra = (*extra, "--fresh")
-        recorder.add(run(part, seconds, extra))
-    good = {"done"}
+        if known.get(part.name):
+            recorder.add({"part": part.name, "seconds": 0.0, "returncode": 0, "outcome": ON_RECORD})
+            continue
+        left = budget.left - GRACE_S - STOP_S
+        share = part.share / sum(later.share for later in parts[index:] if not known.get(later.name))
+        seconds = max(share * left, part.least)
+        if seconds > left:
+            recorder.add({"part": part.name, "seconds": 0.0, "returncode": None, "outcome": OUT_OF_TIME})
+            continue
+        recorder.add(run(part, seconds, _extra(part, args.results, args.fresh)))
+        if args.archive:
+            archive(args.results, stamp, args.archive)
+    good = {DONE, ON_RECORD}
     complete = all(row["outcome"] in good or row["part"] == "tests" for row in recorder.rows)
     failed = [
         row["part"] for row in recorder.rows if row["returncode"] and "out of time" not in row["outcome"]
@@ -143,7 +210,28 @@ def main(argv: list[str] | None = None) -> int:
         grid.print()
     console.print(f"Written to {path}")
     _write_reports(args.results, result["stamp"])
+    if args.archive:
+        archive(args.results, stamp, args.archive)
     return 1 if failed else 0
+
+
+def _extra(part: Part, folder: Path, fresh: bool) -> tuple[str, ...]:
+    if part.name == "calibrate":
+        return ("--results-folder", str(folder.resolve()))
+    if not part.keeps:
+        return ()
+    return ("--results", str(folder.resolve()), *(("--fresh",) if fresh else ()))
+
+
+def archive(folder: Path, stamp: Mapping[str, Any], target: Path) -> None:
+    """Packs this device's results, partial ones included."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(target.name + ".tmp")
+    with tarfile.open(unfinished, "w:gz") as packed:
+        for path in sorted(folder.glob(f"*{common.slug(stamp['device'])}-*")):
+            if path.resolve() not in (target.resolve(), unfinished.resolve()):
+                packed.add(path, path.name)
+    unfinished.replace(target)
 
 
 def _write_reports(folder: Any, stamp: dict[str, Any]) -> None:

@@ -3,6 +3,9 @@
 Bytes are those that have to move: the source read once, every float8 copy written once. The same bytes are counted for every version, so that a version
 which reads twice shows as half as fast, and 100 % is the speed of ``Tensor.copy_``.
 
+Calls follow each other on sources that rotate, together several times the L2 cache: every call reads from
+memory, and meets a cache as full of unwritten lines as it leaves it.
+
 ``f8fx`` is the Triton kernel with its starting tile, ``unclamped`` leaves saturation to the conversion,
 ``tuned`` is the best of its tiles, ``inductor`` is the definition through ``torch.compile``, and ``torchao`` its eager
 functions through ``torch.compile``. Every version's bits are compared with the definition's.
@@ -10,8 +13,9 @@ functions through ``torch.compile``. Every version's bits are compared with the 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from f8fx.kernels import cast_transpose, column_scale, row_cast
 from . import common
 from .common import Grid, Row, console, show
 from .timing import interleaved
+from .variants import one_line
 
 NAME = "kernels"
 CASE = ("kernel", "rows", "columns")
@@ -33,29 +38,45 @@ QUICK = ((8192, 4096), (8192, 14336), (1024, 1024))
 VERSIONS = ("f8fx", "unclamped", "tuned", "inductor", "torchao")
 FP8 = torch.float8_e4m3fn
 
+#: Bytes of the sources that calls rotate among; the L2 cache of an H200 has 50 to 60 MiB.
+ROTATED_BYTES, MOST_SOURCES = 256 << 20, 32
+
 Version = Callable[[], Any]
+Sources = Sequence[Tensor]
 _CLAMP = {"f8fx": True, "tuned": True, "unclamped": False}
 
 
-def _copies(x: Tensor, name: str, dim: int | None, dim_t: int | None, both: bool) -> Version:
+def _copies(xs: Sources, name: str, dim: int | None, dim_t: int | None, both: bool) -> list[Version]:
     """Row-major copy, or both copies, from scales that are at hand."""
-    scale = definition.scale(definition.amax(x, dim), FP8, False)
-    scale_t = scale if dim == dim_t else definition.scale(definition.amax(x, dim_t), FP8, False)
+    scaled = []
+    for x in xs:
+        scale = definition.scale(definition.amax(x, dim), FP8, False)
+        scale_t = scale if dim == dim_t else definition.scale(definition.amax(x, dim_t), FP8, False)
+        scaled.append((x, scale, scale_t))
+    run: Callable[..., Any]
     if name in _CLAMP:
         options: dict[str, Any] = {"tile": "auto" if name == "tuned" else None, "clamp": _CLAMP[name]}
-        if both:
-            return lambda: cast_transpose.cast_transpose(
-                x, scale, scale_t, dtype=FP8, dim=dim, dim_t=dim_t, **options
-            )
-        return lambda: cast_transpose.cast(x, scale, dtype=FP8, dim=dim, **options)
-    cast = _torchao_cast if name == "torchao" else _definition_cast
 
-    def function(x: Tensor, scale: Tensor, scale_t: Tensor) -> Any:
-        copy = cast(x, definition.broadcast(scale, dim), False)
-        return (copy, cast(x, definition.broadcast(scale_t, dim_t), True)) if both else copy
+        def run(x: Tensor, scale: Tensor, scale_t: Tensor) -> Any:
+            if both:
+                return cast_transpose.cast_transpose(
+                    x, scale, scale_t, dtype=FP8, dim=dim, dim_t=dim_t, **options
+                )
+            return cast_transpose.cast(x, scale, dtype=FP8, dim=dim, **options)
+    else:
+        cast = _torchao_cast if name == "torchao" else _definition_cast
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
-    return lambda: compiled(x, scale, scale_t)
+        def function(x: Tensor, scale: Tensor, scale_t: Tensor) -> Any:
+            copy = cast(x, definition.broadcast(scale, dim), False)
+            return (copy, cast(x, definition.broadcast(scale_t, dim_t), True)) if both else copy
+
+        run = _compiled(function, xs[0].device)
+    return [functools.partial(run, *arguments) for arguments in scaled]
+
+
+def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    backend = "inductor" if device.type == "cuda" else "eager"  # a smoke generates no code
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
 def _definition_cast(x: Tensor, scale: Tensor, transpose: bool) -> Tensor:
@@ -72,10 +93,10 @@ def _torchao_cast(x: Tensor, scale: Tensor, transpose: bool) -> Tensor:
     return copy.t().contiguous() if transpose else copy
 
 
-def _rows(x: Tensor, name: str) -> Version:
+def _rows(xs: Sources, name: str) -> list[Version]:
     """Row amax, scale and cast."""
     if name in _CLAMP:
-        return lambda: row_cast.row_cast(x, dtype=FP8, clamp=_CLAMP[name])
+        return [functools.partial(row_cast.row_cast, x, dtype=FP8, clamp=_CLAMP[name]) for x in xs]
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         if name == "torchao":
@@ -84,8 +105,8 @@ def _rows(x: Tensor, name: str) -> Version:
         scale = definition.scale(definition.amax(x, 1), FP8, False)
         return _definition_cast(x, scale[:, None], False), scale
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
-    return lambda: compiled(x)
+    compiled = _compiled(function, xs[0].device)
+    return [functools.partial(compiled, x) for x in xs]
 
 
 def _torchao_scale(x: Tensor, dim: int) -> Tensor:
@@ -95,25 +116,25 @@ def _torchao_scale(x: Tensor, dim: int) -> Tensor:
     return tensor_to_scale(x, FP8, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=dim)
 
 
-def _columns(x: Tensor, name: str) -> Version:
+def _columns(xs: Sources, name: str) -> list[Version]:
     """Column amax and scale."""
     if name in _CLAMP:
-        return lambda: column_scale.column_scale(x, dtype=FP8)
+        return [functools.partial(column_scale.column_scale, x, dtype=FP8) for x in xs]
 
     def function(x: Tensor) -> Tensor:
         if name == "torchao":
             return _torchao_scale(x, 0).squeeze(0)
         return definition.scale(definition.amax(x, 0), FP8, False)
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
-    return lambda: compiled(x)
+    compiled = _compiled(function, xs[0].device)
+    return [functools.partial(compiled, x) for x in xs]
 
 
 #: By name: what it is, and float8 copies it writes.
-KERNELS: dict[str, tuple[Callable[[Tensor, str], Version], int]] = {
-    "cast": (lambda x, name: _copies(x, name, None, None, False), 1),
-    "cast + transpose": (lambda x, name: _copies(x, name, None, None, True), 2),
-    "cast + transpose, rowwise": (lambda x, name: _copies(x, name, 1, 0, True), 2),
+KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
+    "cast": (lambda xs, name: _copies(xs, name, None, None, False), 1),
+    "cast + transpose": (lambda xs, name: _copies(xs, name, None, None, True), 2),
+    "cast + transpose, rowwise": (lambda xs, name: _copies(xs, name, 1, 0, True), 2),
     "row amax + cast": (_rows, 1),
     "column scale": (_columns, 0),
 }
@@ -121,32 +142,37 @@ KERNELS: dict[str, tuple[Callable[[Tensor, str], Version], int]] = {
 _ABSENT = {"row amax + cast": ("tuned",), "column scale": ("tuned", "unclamped")}
 
 
-def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5) -> Row:
+def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5, device: str = "cuda") -> Row:
     """Times all versions of a kernel and a copy of its source."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(x)
+    size = 2 * rows * columns
+    count = max(2, min(MOST_SOURCES, -(-ROTATED_BYTES // size)))
+    xs = [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(count)]
+    targets = [torch.empty_like(x) for x in xs]
     build, copies = KERNELS[kernel]
-    steps: dict[str, Version] = {"copy": lambda: target.copy_(x)}
+    versions: dict[str, list[Version]] = {
+        "copy": [functools.partial(target.copy_, x) for target, x in zip(targets, xs, strict=True)]
+    }
     exact: dict[str, bool] = {}
     errors: dict[str, str] = {}
-    want = _bits(_wanted(x, kernel))
+    want = _bits(_wanted(xs[0], kernel))
     for name in VERSIONS:
         if name in _ABSENT.get(kernel, ()):
             continue
         try:
-            step = build(x, name)
-            got = _bits(step())
+            calls = build(xs, name)
+            got = _bits(calls[0]())
         except Exception as error:  # one version that cannot run must not hide the others
-            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            errors[name] = one_line(error)
             continue
         exact[name] = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        steps[name] = step
-    timings = interleaved(steps, x.device, seconds)
-    moved = x.numel() * (x.element_size() + copies)
+        versions[name] = calls
+    steps = {name: functools.partial(_in_a_row, calls) for name, calls in versions.items()}
+    timings = interleaved(steps, xs[0].device, seconds)
+    moved = xs[0].numel() * (xs[0].element_size() + copies)
     gb_s = {
-        name: (2 * x.nbytes if name == "copy" else moved) / timing.ms / 1e6
+        name: count * (2 * size if name == "copy" else moved) / timing.ms / 1e6
         for name, timing in timings.items()
     }
     return {
@@ -154,9 +180,15 @@ def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5) -> Row:
         "share": {name: gb_s[name] / gb_s["copy"] for name in gb_s if name != "copy"},
         "exact": exact,
         "timings": {name: timing.to_dict() for name, timing in timings.items()},
+        "calls": count,
         "errors": errors,
         "clocks": common.clocks(),
     }
+
+
+def _in_a_row(calls: Sequence[Version]) -> None:
+    for call in calls:
+        call()
 
 
 def _wanted(x: Tensor, kernel: str) -> Any:
@@ -233,7 +265,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = common.parser(__doc__).parse_args(argv)
+    args = common.parser(__doc__, smoke=True).parse_args(argv)
+    if args.cpu_smoke:
+        return smoke()
     if reason := common.why_no_gpu():
         console.print(reason)
         return 0
@@ -245,6 +279,20 @@ def main(argv: list[str] | None = None) -> int:
         grid.print()
     console.print(f"Written to {path}")
     return 1 if any(not row["exact"].get("f8fx", True) for row in recorder.rows) else 0
+
+
+def smoke() -> int:
+    """Runs every kernel's definition and the copy on a tiny tensor on CPU; times mean nothing and are not kept."""
+    rows = []
+    for kernel in KERNELS:
+        case: dict[str, Any] = {"kernel": kernel, "rows": 64, "columns": 96}
+        rows.append({**case, **measure(**case, seconds=0.0, device="cpu")})
+    console.print(common.SMOKE)
+    for grid in grids({"rows": rows}):
+        grid.print()
+    found = summary(rows)
+    console.print(str({key: found[key] for key in ("not_exact", "failed")}), markup=False)
+    return 1 if found["failed"] or found["not_exact"] else 0
 
 
 if __name__ == "__main__":

@@ -48,9 +48,11 @@ class NormLinearSigmoid(nn.Module):
 
 
 def cases(sizes: Sequence[int], quick: bool) -> list[dict[str, Any]]:
-    """All cases, those of ``--quick`` first."""
-    shapes = [*QUICK, *(() if quick else itertools.product(sizes, repeat=3))]
-    ordered = dict.fromkeys((*shape, recipe) for shape in shapes for recipe in variants.RECIPES)
+    """All cases, those of ``--quick`` first, recipe by recipe."""
+    every = [QUICK, *([] if quick else [tuple(itertools.product(sizes, repeat=3))])]
+    ordered = dict.fromkeys(
+        (*shape, recipe) for shapes in every for recipe in variants.RECIPES for shape in shapes
+    )
     return [dict(zip(CASE, case, strict=True)) for case in ordered]
 
 
@@ -157,7 +159,7 @@ def smoke() -> int:
     for (m, k, n), recipe in itertools.product(_SMOKE, variants.RECIPES):
         case = {"m": m, "k": k, "n": n, "recipe": recipe}
         rows.append({**case, **measure(m, k, n, recipe, device="cpu", seconds=0.0)})
-    console.print("CPU smoke: the times below are NOT measurements of anything, and are not kept.")
+    console.print(common.SMOKE)
     for grid in grids({"rows": rows}):
         grid.print()
     failed = [row for row in rows if row["errors"]]

@@ -49,21 +49,24 @@ def cases(quick: bool) -> list[dict[str, Any]]:
     return [dict(zip(CASE, case, strict=True)) for case in every]
 
 
+def block_of(model: str, device: str, seq: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A block in bfloat16, its input [1, seq, D], and a gradient of its output; the same ones every time."""
+    torch.manual_seed(0)
+    config = DecoderConfig.named(model)
+    with torch.device(device):
+        block = DecoderBlock(config).to(torch.bfloat16)
+        x = torch.randn(1, seq, config.dim, dtype=torch.bfloat16)
+    return block, x.requires_grad_(), torch.randn_like(x)
+
+
 def measure(
     model: str, recipe: str, checkpointing: bool, device: str = "cuda", seq: int = SEQ, seconds: float = 2.0
 ) -> Row:
     """Times all versions of one block, then looks at the memory of each."""
-    torch.manual_seed(0)
-    place = torch.device(device)
-    config = DecoderConfig.named(model)
-    with place:
-        block: nn.Module = DecoderBlock(config)
+    block, x, grad = block_of(model, device, seq)
     if checkpointing:
         block = Checkpointed(block)
-    block.to(torch.bfloat16)
-    x = torch.randn(1, seq, config.dim, device=place, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn_like(x)
-    smoke = place.type == "cpu"
+    smoke = x.device.type == "cpu"
     found = variants.compare(block, x, grad, recipe, smoke, seconds)
     memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
     return {**found.row(), "memory": memory, "seq": seq, "clocks": common.clocks()}
@@ -170,7 +173,7 @@ def smoke() -> int:
     for checkpointing in (False, True):
         case: dict[str, Any] = {"model": "tiny", "recipe": "tensorwise", "checkpointing": checkpointing}
         rows.append({**case, **measure(**case, device="cpu", seq=_SMOKE_SEQ, seconds=0.0)})
-    console.print("CPU smoke: the times below are NOT measurements of anything, and are not kept.")
+    console.print(common.SMOKE)
     for grid in grids({"rows": rows}):
         grid.print()
     for row in rows:

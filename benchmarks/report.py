@@ -11,19 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import comm, compile_time, gpu, kernels, linear_sweep, llama_block, variants
+from . import (
+    ablations,
+    ceilings,
+    comm,
+    compile_time,
+    gpu,
+    inference,
+    kernel_times,
+    kernels,
+    linear_sweep,
+    llama_block,
+    pictures,
+    train_1b,
+    variants,
+)
 from .common import Grid, console
+from .pictures import COLOURS, INK, LABELS, PASS_COLOURS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Result = dict[str, Any]
-
-_INK, _LINES = "#333333", "#e4e4e4"
-_COLOURS = {"bf16": "#8a8a8a", "torchao": "#3b6fb6", "f8fx": "#e07b1a", "f8fx_auto": "#2f8f5b"}
-_PASS_COLOURS = ("#3b6fb6", "#2f8f5b", "#c2a83e", "#e07b1a", "#b64a7a", "#6b4fa0", "#2fa3a3", "#8a8a8a")
-_LABELS = {"f8fx": "f8fx, all", "f8fx_auto": "f8fx, auto"}
 
 GRIDS: dict[str, Callable[[Result], list[Grid]]] = {
     kernels.NAME: kernels.grids,
@@ -32,6 +41,11 @@ GRIDS: dict[str, Callable[[Result], list[Grid]]] = {
     compile_time.NAME: compile_time.grids,
     comm.NAME: comm.grids,
     gpu.NAME: gpu.grids,
+    ceilings.NAME: ceilings.grids,
+    ablations.NAME: ablations.grids,
+    inference.NAME: inference.grids,
+    kernel_times.NAME: kernel_times.grids,
+    train_1b.NAME: train_1b.grids,
 }
 
 
@@ -78,14 +92,6 @@ def picture(result: Result, path: Path) -> bool:
     return True
 
 
-def _style(axes: Axes, title: str = "") -> None:
-    axes.grid(color=_LINES, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelsize=8)
-    axes.set_title(title, fontsize=9, color=_INK)
-
-
 def _draw_sweep(figure: Figure, result: Result) -> None:
     """Speedup over bf16 by the size of the forward gemm, one panel per recipe."""
     recipes = [r for r in variants.RECIPES if any(row["recipe"] == r for row in result["rows"])]
@@ -100,18 +106,18 @@ def _draw_sweep(figure: Figure, result: Result) -> None:
                 if (speed := variants.speedup(row, name, "bf16")) is not None
             ]
             if points:
-                hollow = "none" if name == "f8fx_auto" else _COLOURS[name]
+                hollow = "none" if name == "f8fx_auto" else COLOURS[name]
                 axes.scatter(
                     *zip(*points, strict=True),
                     s=34 if name == "f8fx_auto" else 14,
                     facecolors=hollow,
-                    edgecolors=_COLOURS[name],
-                    label=_LABELS.get(name, name),
+                    edgecolors=COLOURS[name],
+                    label=LABELS.get(name, name),
                 )
-        axes.axhline(1, color=_COLOURS["bf16"], linewidth=1)
+        axes.axhline(1, color=COLOURS["bf16"], linewidth=1)
         axes.set_xscale("log")
         axes.set_xlabel("2 M K N of the forward gemm", fontsize=8)
-        _style(axes, recipe)
+        pictures.style(axes, recipe)
     panels[0].set_ylabel("times faster than bf16", fontsize=8)
     panels[0].legend(frameon=False, fontsize=8)
 
@@ -145,11 +151,11 @@ def _draw_block(figure: Figure, result: Result) -> None:
                 [index + 0.26 * (offset - 1) for index, _ in found],
                 [v for _, v in found],
                 height=0.24,
-                color=_COLOURS[name],
-                label=_LABELS.get(name, name),
+                color=COLOURS[name],
+                label=LABELS.get(name, name),
             )
-        axes.axvline(1, color=_INK, linewidth=0.8)
-        _style(axes, title)
+        axes.axvline(1, color=INK, linewidth=0.8)
+        pictures.style(axes, title)
     panels[0].set_yticks(range(len(rows)), labels)
     panels[0].invert_yaxis()
     panels[-1].legend(frameon=False, fontsize=8)
@@ -172,18 +178,18 @@ def _draw_compile(figure: Figure, result: Result) -> None:
     if rows:
         nodes = sorted({row["nodes_in"] for row in rows})
         slope = [compile_time.SECONDS_GOAL * n / compile_time.NODES_GOAL for n in nodes]
-        lines.plot(nodes, slope, color=_COLOURS["bf16"], linewidth=1, linestyle=":", label="goal, linear")
+        lines.plot(nodes, slope, color=COLOURS["bf16"], linewidth=1, linestyle=":", label="goal, linear")
     lines.set_xscale("log")
     lines.set_yscale("log")
     lines.set_xlabel("nodes of the joint graph", fontsize=8)
     lines.set_ylabel("seconds in all passes", fontsize=8)
     lines.legend(frameon=False, fontsize=7)
-    _style(lines)
+    pictures.style(lines)
     largest = max((row["nodes"] for row in rows), default=0)
     shown = [row for row in rows if row["nodes"] == largest]
     for index, row in enumerate(shown):
         left = 0.0
-        for name, colour in zip(compile_time.PASSES, _PASS_COLOURS, strict=True):
+        for name, colour in zip(compile_time.PASSES, PASS_COLOURS, strict=True):
             width = row["passes"].get(name, 0.0)
             bars.barh(index, width, left=left, color=colour, label=name if index == 0 else None)
             left += width
@@ -191,7 +197,7 @@ def _draw_compile(figure: Figure, result: Result) -> None:
     bars.invert_yaxis()
     bars.set_xlabel("seconds", fontsize=8)
     bars.legend(frameon=False, fontsize=7)
-    _style(bars, f"{largest:,} nodes")
+    pictures.style(bars, f"{largest:,} nodes")
 
 
 def _draw_comm(figure: Figure, result: Result) -> None:
@@ -199,7 +205,7 @@ def _draw_comm(figure: Figure, result: Result) -> None:
     models = [name for name in comm.MODELS if any(row["model_name"] == name for row in result["rows"])]
     figure.set_size_inches(3.6 * len(models), 5.6)
     panels = figure.subplots(2, len(models), sharex=True, squeeze=False)
-    styles = {"tensorwise": (_COLOURS["f8fx"], "-"), "rowwise": (_COLOURS["f8fx_auto"], "--")}
+    styles = {"tensorwise": (COLOURS["f8fx"], "-"), "rowwise": (COLOURS["f8fx_auto"], "--")}
     for column, name in enumerate(models):
         rows = [row for row in result["rows"] if row["model_name"] == name]
         for axes, what, scale in ((panels[0][column], "bytes", 1e-9), (panels[1][column], "seconds", 1.0)):
@@ -212,14 +218,14 @@ def _draw_comm(figure: Figure, result: Result) -> None:
                 )
                 worlds, bf16, float8 = zip(*points, strict=True)
                 if recipe == recipes[0]:
-                    axes.plot(worlds, bf16, color=_COLOURS["bf16"], marker="o", markersize=3, label="bf16")
+                    axes.plot(worlds, bf16, color=COLOURS["bf16"], marker="o", markersize=3, label="bf16")
                 colour, line = styles[recipe]
                 axes.plot(
                     worlds, float8, line, color=colour, marker="o", markersize=3, label=f"float8, {recipe}"
                 )
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
-            _style(axes, name if what == "bytes" else "")
+            pictures.style(axes, name if what == "bytes" else "")
         panels[1][column].set_xlabel("ranks", fontsize=8)
     panels[0][0].set_ylabel("GB each rank sends in a step", fontsize=8)
     panels[1][0].set_ylabel("predicted seconds on the wire", fontsize=8)
@@ -231,6 +237,10 @@ _DRAW: dict[str, Callable[[Figure, Result], None]] = {
     llama_block.NAME: _draw_block,
     compile_time.NAME: _draw_compile,
     comm.NAME: _draw_comm,
+    ceilings.NAME: pictures.draw_ceilings,
+    ablations.NAME: pictures.draw_ablations,
+    kernel_times.NAME: pictures.draw_kernel_times,
+    train_1b.NAME: pictures.draw_training,
 }
 
 

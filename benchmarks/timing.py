@@ -7,6 +7,8 @@
   temperature drift over seconds, and so hit all versions alike.
 * **Cold cache.** Before each call a buffer of twice the L2 cache is overwritten: inputs that fit into
   the cache would otherwise be measured out of it.
+  Kernels of microseconds are better called several times in a row on inputs that rotate
+  (:mod:`benchmarks.kernels`): they then meet a cache as full of unwritten lines as they leave it.
 * **Median**, with the 20th and 80th percentile as spread.
 """
 
@@ -80,6 +82,41 @@ def interleaved(steps: Mapping[str, Step], device: torch.device, seconds: float 
     return {name: _timing(samples[name], host[name]) for name in names}
 
 
+def sustained(steps: Mapping[str, Step], device: torch.device, seconds: float = 1.0) -> dict[str, float]:
+    """Milliseconds of a step when steps follow each other as in training: launch gaps and host time included.
+
+    Each version runs some steps at a stretch, then the next one does; the median stretch counts.
+
+    Args:
+        steps: by name, warmed up.
+        seconds: for all together; 0 runs each step once.
+    """
+
+    def stretch(step: Step, count: int) -> float:
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        _synchronize(device)
+        return (time.perf_counter() - start) / count
+
+    rounds = 5 if seconds else 1
+    counts = dict.fromkeys(steps, 1)
+    if seconds:
+        share = seconds / rounds / len(steps)
+        counts = {name: max(1, min(100, int(share / stretch(step, 2)))) for name, step in steps.items()}
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            samples[name].append(stretch(step, counts[name]))
+    return {name: sorted(found)[len(found) // 2] * 1e3 for name, found in samples.items()}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _timing(samples: list[float], host: float) -> Timing:
     ordered = sorted(samples)
 
@@ -126,7 +163,8 @@ class _Events:
     def prepare(self, host_seconds: float) -> None:
         probe = 1_000_000
         self._sleep(probe)  # the first launch loads the kernel
-        milliseconds = self._between(lambda: self._sleep(probe))
+        # the fastest: clocks may still be on their way up from idle
+        milliseconds = min(self._between(lambda: self._sleep(probe)) for _ in range(3))
         wanted = 1.5e3 * host_seconds + 0.2
         # a step that needs the device's answers cannot be enqueued ahead; the limit keeps that short
         self.cycles = int(probe * min(wanted, 200.0) / milliseconds)

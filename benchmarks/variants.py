@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from f8fx.backend import f8fx
 from f8fx.report import GraphReport, recording
 
 from .timing import Timing, interleaved
@@ -35,21 +37,41 @@ TOLERANCE = 0.02
 
 @dataclass
 class Variant:
-    """One version of a model on fixed inputs."""
+    """One version of a model on fixed inputs.
+
+    Attributes:
+        cuda_graphs: whether each step replays CUDA graphs; its results then last until the next step.
+        compile_s: seconds of the first step, which compiles.
+        cached: whether Inductor found the graph in its cache, so that ``compile_s`` is no cold compile.
+    """
 
     model: Any
     parameters: list[nn.Parameter]
     x: Tensor
     grad: Tensor
     reports: list[GraphReport] = field(default_factory=list)
+    cuda_graphs: bool = False
+    compile_s: float = 0.0
+    cached: bool = False
 
     def step(self) -> tuple[Tensor, ...]:
         """Output, then the gradients of the input and of every parameter."""
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         output = self.model(self.x)
         return (output, *torch.autograd.grad(output, [self.x, *self.parameters], self.grad))
 
 
-def build(name: str, module: nn.Module, x: Tensor, grad: Tensor, recipe: str, smoke: bool) -> Variant:
+def build(
+    name: str,
+    module: nn.Module,
+    x: Tensor,
+    grad: Tensor,
+    recipe: str,
+    smoke: bool,
+    options: Mapping[str, Any] | None = None,
+    inductor: Mapping[str, Any] | None = None,
+) -> Variant:
     """One version of ``module``, compiled and run once.
 
     Args:
@@ -57,27 +79,46 @@ def build(name: str, module: nn.Module, x: Tensor, grad: Tensor, recipe: str, sm
         x: input that requires a gradient.
         grad: gradient of the output.
         smoke: without code generation.
+        options: of f8fx, beside the recipe and what is selected.
+        inductor: Inductor's options.
     """
     module = copy.deepcopy(module)
-    backend = "aot_eager" if smoke else "inductor"
-    options: dict[str, Any] = {}
+    inductor = {} if smoke else dict(inductor or {})
+    # the function and not its name, which is known only where f8fx is installed
+    backend: Any = "aot_eager" if smoke else "inductor"
+    chosen: dict[str, Any] = inductor
     if name == "torchao":
-        module = _torchao(module, recipe)
+        module = to_torchao(module, recipe)
     elif name != "bf16":
-        backend = "f8fx"
-        options = {"recipe": recipe, "select": "auto" if name == "f8fx_auto" else "all", "strict": True}
+        backend = f8fx
+        chosen = {"recipe": recipe, "select": "auto" if name == "f8fx_auto" else "all", "strict": True}
+        chosen |= {**(options or {}), **({"inductor": inductor} if inductor else {})}
         if smoke:
-            options["executor"] = "eager"
+            chosen["executor"] = "eager"
     compiled: Any = torch.compile(
-        module, backend=backend, options=options or None, dynamic=False, fullgraph=True
+        module, backend=backend, options=chosen or None, dynamic=False, fullgraph=True
     )
     variant = Variant(compiled, list(module.parameters()), x, grad)
+    variant.cuda_graphs = bool(inductor.get("triton.cudagraphs"))
+    hits, start = _cache_hits(), time.perf_counter()
     with recording() as variant.reports:
         variant.step()
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    variant.compile_s = time.perf_counter() - start
+    variant.cached = _cache_hits() > hits
     return variant
 
 
-def _torchao(module: nn.Module, recipe: str) -> nn.Module:
+def _cache_hits() -> int:
+    from torch._dynamo.utils import counters
+
+    found = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
+    return sum(found)
+
+
+def to_torchao(module: nn.Module, recipe: str) -> nn.Module:
+    """The module with its linear layers swapped for torchao's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -112,7 +153,9 @@ class Comparison:
             "ms": ms,
             "timings": {name: timing.to_dict() for name, timing in self.timings.items()},
             "same_graph": self.same,
-            "sqnr_db": {name: [_finite(value) for value in pair] for name, pair in self.sqnr.items()},
+            "compile_s": {name: variant.compile_s for name, variant in self.variants.items()},
+            "compile_cached": {name: variant.cached for name, variant in self.variants.items()},
+            "sqnr_db": {name: [finite(value) for value in pair] for name, pair in self.sqnr.items()},
             "converted": {
                 name: [sum(r.converted for r in found), sum(r.total for r in found)]
                 for name, found in reports.items()
@@ -135,13 +178,13 @@ def compare(
             variant = build(name, module, x, grad, recipe, smoke)
             results = variant.step()[:2]
         except Exception as error:  # one version that cannot run must not hide the others
-            errors[name] = _one_line(error)
+            errors[name] = one_line(error)
             continue
         variants[name] = variant
         if name == "bf16":
             reference = results
         elif reference:
-            left, right = (_decibels(a, b) for a, b in zip(reference, results, strict=True))
+            left, right = (decibels(a, b) for a, b in zip(reference, results, strict=True))
             sqnr[name] = (left, right)
             if math.isnan(left + right):
                 errors[name] = "the output or the gradient of the input is not finite"
@@ -152,7 +195,8 @@ def compare(
     return Comparison(variants, timings, same, sqnr, errors)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error and its message, short enough for a table."""
     cause = error.__cause__ or error
     text = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {text[0] if text else ''}"[:300]
@@ -173,12 +217,12 @@ def _same_graph(variants: Mapping[str, Variant]) -> dict[str, str]:
     return {}
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """For JSON: ``None`` where two versions agree to the bit, or a value is not finite."""
     return round(value, 2) if math.isfinite(value) else None
 
 
-def _decibels(reference: Tensor, value: Tensor) -> float:
+def decibels(reference: Tensor, value: Tensor) -> float:
     """Signal to noise; NaN where a value is not finite, infinite where both are equal."""
     reference, value = reference.detach().float(), value.detach().float()
     noise = torch.linalg.vector_norm(reference - value)

@@ -228,6 +228,10 @@ class CostModel:
             m, k, n
         )
 
+    def gemm_expression(self, float8: bool, rescale: bool = False, itemsize: int = 2) -> sympy.Expr:
+        """Seconds of a gemm [M, K] x [K, N] in :data:`M`, :data:`K`, :data:`N`: what :meth:`gemm_seconds` evaluates."""
+        return _gemm(self.hardware, self.calibration, float8, rescale, itemsize)
+
     def amax_seconds(self, rows: int, cols: int, itemsize: int = 2, fused: bool = False) -> float:
         """Seconds for one tensorwise amax and scale; ``fused``: the producer does the reading."""
         return _compiled(_amax, self.hardware, self.calibration, itemsize, False, fused)(rows, cols, 1)

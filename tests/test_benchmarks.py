@@ -16,7 +16,6 @@ from benchmarks import (
     comm,
     common,
     compile_time,
-    gpu,
     graphs,
     linear_sweep,
     llama_block,
@@ -40,7 +39,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch):
 # -- machines that cannot measure -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("benchmark", [linear_sweep, llama_block, gpu], ids=lambda module: module.NAME)
+@pytest.mark.parametrize("benchmark", [linear_sweep, llama_block], ids=lambda module: module.NAME)
 def test_without_a_gpu_it_says_so_and_ends_well(benchmark: Any, no_gpu, capsys, tmp_path):
     assert benchmark.main(["--results", str(tmp_path)]) == 0
     assert "There is no CUDA GPU on this machine" in capsys.readouterr().out
@@ -87,7 +86,7 @@ def test_the_stamp_says_what_was_measured_with_what_and_not_where():
 
 
 def _recorder(folder: Path, **settings: Any) -> common.Recorder:
-    stamp = {**dict.fromkeys(common._SAME, "x"), "device": "NVIDIA H200", "date": "2026-01-02T03:04:05+00:00"}
+    stamp = {**dict.fromkeys(common.SAME, "x"), "device": "NVIDIA H200", "date": "2026-01-02T03:04:05+00:00"}
     return common.Recorder("sweep", stamp, settings, folder)
 
 
@@ -290,40 +289,7 @@ def test_more_saved_than_bf16_under_checkpointing_is_reported():
     assert first["f8fx"] > first["bf16"] and second["f8fx_auto"] > second["bf16"]
 
 
-def test_the_gpu_command_gives_each_part_its_share_and_notes_what_failed(monkeypatch, capsys, tmp_path):
-    ran: list[tuple[str, float]] = []
-
-    def run(part: gpu.Part, seconds: float, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-        ran.append((part.name, seconds))
-        code = int(part.name == "llama_block")
-        return {
-            "part": part.name,
-            "seconds": 1.0,
-            "returncode": code,
-            "outcome": "failed: x" if code else "done",
-        }
-
-    monkeypatch.setattr(common, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    stamp = _sweep()["stamp"]
-    monkeypatch.setattr(common, "stamp", lambda device: stamp)
-    monkeypatch.setattr(gpu, "run", run)
-    assert gpu.main(["--results", str(tmp_path), "--budget-s", "100"]) == 1
-    assert [name for name, _ in ran] == ["tests", "kernels", "linear_sweep", "llama_block", "compile_time"]
-    assert ran[0][1] == pytest.approx(20, abs=1)  # a quarter of what is left without the grace
-    assert ran[-1][1] == pytest.approx(80, abs=1)  # nobody else is left, and nothing was used
-    (path,) = tmp_path.glob("*.json")
-    assert json.loads(path.read_text())["summary"]["failed"] == ["llama_block"]
-
-
-def test_a_part_that_takes_too_long_is_stopped(monkeypatch):
-    monkeypatch.setattr(gpu, "GRACE_S", 0.0)
-    row = gpu.run(gpu.Part("tests", ("timeit", "-n1", "-r1", "import time; time.sleep(60)"), 1.0), 0.5)
-    assert row["outcome"] == "out of time; run again to go on"
-    assert row["seconds"] < 20
-
-
-@pytest.mark.parametrize("name", ["comm", "linear_sweep", "report", "traffic"])
+@pytest.mark.parametrize("name", ["calibrate", "gpu", "report"])
 def test_the_commands_start(name):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],

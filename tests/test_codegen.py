@@ -143,6 +143,17 @@ def test_code_for_hopper_is_generated_for_every_recipe(recipe):
     assert not [name for name in names if name in ("triton_clone", "triton_permute", "triton_")]
 
 
+def test_every_kernel_that_is_launched_is_counted_under_the_name_that_a_profile_shows():
+    with codegen.watched() as seen:
+        halves = generated(NormLinear, (8192, 4096), recipe="rowwise")
+    assert [graph.is_backward for graph in seen] == [False, True]
+    for graph, half in zip(seen, halves, strict=True):
+        launched = re.findall(r"^ +(triton_\w+)\.run\(", half.code, re.M)
+        assert set(launched) == set(half.named) == set(graph.kernels)
+        # separate kernels of one node of the scheduler may each read what the node counts once
+        assert sum(graph.kernels[name].bytes for name in launched) >= sum(k.bytes for k in half.triton)
+
+
 def test_padding_is_generated_too():
     class Odd(nn.Module):
         def __init__(self):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from f8fx import recording
+from f8fx import f8fx, recording
 from f8fx.hardware import of_device
 from tests.helpers import E4M3, Block, bf16, compiled, gradients, sqnr
 
@@ -123,7 +123,7 @@ def test_two_layer_mlp_saves_no_more_memory_than_bf16():
             call(x).sum().backward()
         return torch.cuda.max_memory_allocated()
 
-    assert peak("f8fx", select="all") < 1.05 * peak("inductor")
+    assert peak(f8fx, select="all") < 1.05 * peak("inductor")
 
 
 def test_float16_and_autocast():

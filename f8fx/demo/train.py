@@ -150,7 +150,9 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, plan.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, plan.steps)
+    )
     losses, times = [], []
     gathered = Gathered()
     for step, (inputs, targets) in enumerate(batches):
@@ -176,7 +178,7 @@ def train(
     return Run(name, tuple(losses), tuple(times), plan.tokens_per_step, peak, gathered_bytes=received)
 
 
-def _schedule(step: int, steps: int) -> float:
+def learning_rate_factor(step: int, steps: int) -> float:
     """Factor of the learning rate: linear warm-up over a tenth of the steps, then cosine to a tenth."""
     warm_up = max(1, steps // 10)
     if step < warm_up:

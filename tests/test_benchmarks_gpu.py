@@ -1,0 +1,424 @@
+"""What needs a GPU, without one: the parts that no device takes part in, and smokes of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import (
+    ablations,
+    ceilings,
+    common,
+    gpu,
+    headline,
+    inference,
+    kernel_times,
+    kernels,
+    report,
+    shapes,
+    timeline,
+    timing,
+    train_1b,
+)
+from benchmarks.codegen import Kernel, Lowered
+from f8fx.demo import data
+from f8fx.demo.model import DecoderConfig
+
+CPU = torch.device("cpu")
+LLAMA = DecoderConfig.named("llama3_8b")
+BENCHMARKS = [ceilings, kernel_times, ablations, inference, kernels, train_1b, gpu]
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- smokes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda module: module.NAME)
+def test_without_a_gpu_it_says_so_and_ends_well(benchmark: Any, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert benchmark.main(["--results", str(tmp_path)]) == 0
+    assert "There is no CUDA GPU on this machine" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "benchmark, arguments",
+    [
+        (ceilings, []),
+        (kernel_times, []),
+        (kernels, []),
+        (ablations, ["--only", "merge"]),
+        (train_1b, ["--only", "f8fx tensorwise"]),
+    ],
+    ids=lambda value: getattr(value, "NAME", ""),
+)
+def test_cpu_smoke_runs_and_keeps_nothing(benchmark: Any, arguments: list[str], one_thread, capsys):
+    kept = sorted(common.RESULTS.iterdir())
+    assert benchmark.main(["--cpu-smoke", *arguments]) == 0
+    assert "NOT measurements" in capsys.readouterr().out
+    assert sorted(common.RESULTS.iterdir()) == kept
+
+
+def test_inference_on_one_tiny_shape(one_thread):
+    row = inference.measure("tiny", "decode", 16, "tensorwise", False, device="cpu", seconds=0.0)
+    assert set(row["errors"]) <= {"torchao"}  # which asks for a GPU
+    assert row["converted"]["f8fx"] == [7, 7] and row["converted"]["f8fx_auto"] == [0, 7]
+    assert row["sqnr_db"]["f8fx"] > 20
+
+
+# -- shapes and ceilings --------------------------------------------------------------------------
+
+
+def test_merging_leaves_the_floating_point_operations_of_a_block_as_they_are():
+    merged, separate = (shapes.of_block(LLAMA, 8192, merged) for merged in (True, False))
+    assert (len(merged), len(separate)) == (12, 21)
+    assert sum(g.flops for g in merged) == sum(g.flops for g in separate) == 6 * 8192 * 218_103_808
+
+
+def test_each_gemm_is_measured_once_and_finds_its_operands_as_its_role_does():
+    todo = [case for case in ceilings.cases(quick=True) if case["kind"] == "gemm"]
+    assert len({tuple(case.values()) for case in todo}) == len(todo) == 39
+    for role, lies in (
+        ("output", (True, False)),
+        ("grad_input", (True, True)),
+        ("grad_weight", (False, True)),
+    ):
+        left, right = ceilings._operands(shapes.GemmShape(role, 32, 48, 64), "bf16", CPU)
+        assert (left.is_contiguous(), right.is_contiguous()) == lies
+        left, right, *scales = ceilings._operands(shapes.GemmShape(role, 32, 48, 64), "rowwise_fast", CPU)
+        assert left.is_contiguous() and right.t().is_contiguous()
+        assert [tuple(scale.shape) for scale in scales] == [(32, 1), (1, 64)]
+
+
+def test_sustained_time_is_per_step():
+    calls = {"a": 0, "b": 0}
+
+    def step(name: str) -> None:
+        calls[name] += 1
+
+    found = timing.sustained({name: lambda name=name: step(name) for name in calls}, CPU, seconds=0.05)
+    assert set(found) == {"a", "b"} and all(0 < ms < 1 for ms in found.values())
+    assert min(calls.values()) > 5
+
+
+# -- a profile ------------------------------------------------------------------------------------
+
+
+def _trace() -> dict[str, Any]:
+    """One step as a profiler writes it: a float8 gemm of two kernels, generated kernels, a copy, an unknown one."""
+
+    def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+    dims = [[8192, 4096], [4096, 6144], [], [], [], []]
+    return {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name"},
+            event("user_annotation", "forward", 0, 1000),
+            event("user_annotation", "backward", 1000, 1000),
+            event("gpu_user_annotation", "forward", 100, 500),
+            event("cpu_op", "aten::_scaled_mm", 10, 5, **{"External id": 7, "Input Dims": dims}),
+            event("cuda_runtime", "cudaLaunchKernel", 11, 1, correlation=70, **{"External id": 7}),
+            event("kernel", "nvjet_qqtst", 100, 300, correlation=70, **{"External id": 7}),
+            event("kernel", "reduce_split_k", 400, 20, correlation=70),  # its number is the call's
+            event("kernel", "triton_red_fused_0", 430, 50, correlation=71),
+            event("kernel", "triton_red_fused_0", 1100, 80, correlation=72),
+            event("gpu_memcpy", "Memcpy DtoD", 1190, 10, bytes=1_000_000, correlation=73),
+            event("kernel", "vectorized_elementwise", 1210, 5, correlation=74),
+        ]
+    }
+
+
+def test_a_profile_against_its_floor():
+    ran = timeline.launches(_trace(), kernel_times.PHASES)
+    assert [launch.phase for launch in ran] == ["forward"] * 3 + ["backward"] * 3
+    assert timeline.idle_us(ran) == pytest.approx(0 + 10 + 10 + 10)
+    # kernels of forward and backward may have the same name
+    lowered = [
+        Lowered(False, {"triton_red_fused_0": Kernel("triton_red_fused_0", 40_000_000)}),
+        Lowered(True, {"triton_red_fused_0": Kernel("triton_red_fused_0", 60_000_000)}),
+    ]
+    asked = []
+
+    def gemm_floor(shape: tuple[int, int, int], float8: bool) -> float:
+        asked.append((shape, float8))
+        return 0.25
+
+    found = kernel_times.entries(ran, lowered, gemm_floor, bandwidth=1e12)
+    assert set(asked) == {((8192, 4096, 6144), True)}
+    lines = [(e.phase, e.kind, e.name, e.count, e.us, e.floor_us) for e in found]
+    assert lines == [
+        ("forward", "gemm", "_scaled_mm 8192 x 4096 x 6144", 1, 320, 250),
+        ("backward", "triton", "triton_red_fused_0", 1, 80, 60),
+        ("forward", "triton", "triton_red_fused_0", 1, 50, 40),
+        ("backward", "copy", "Memcpy DtoD", 1, 10, 2),
+        ("backward", "other", "vectorized_elementwise", 1, 5, None),
+    ]
+    total = kernel_times.totals(found, hand_bytes=90_000_000, bandwidth=1e12)
+    assert total["busy_us"] == 465 and total["floor_us"] == 352 and total["hand_floor_us"] == 340
+    assert total["unknown_us"] == 5
+
+
+def test_a_generated_kernel_named_after_attention_is_no_attention():
+    names = {
+        "triton_poi_fused__scaled_dot_product_flash_attention_3": "triton",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
+        "nvjet_tst_192x192": "other",  # a gemm that no operator's shapes are known of
+    }
+    for name, kind in names.items():
+        assert kernel_times.kind_of(timeline.Launch(name, "forward", 0.0, 1.0)) == kind
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, one_thread, capsys):
+    torch.set_num_threads(1)
+    corpus = data.load(max_bytes=1 << 14)
+    setting = dataclasses.replace(train_1b._SMOKE, steps=3)
+    whole = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path / "unused")
+    step = train_1b.Training.step
+
+    def interrupted(self: Any, *batch: Any) -> None:
+        if len(self.losses) == 2:
+            raise KeyboardInterrupt
+        step(self, *batch)
+
+    monkeypatch.setattr(train_1b.Training, "step", interrupted)
+    part = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path)
+    assert (part["steps"], part["finished"]) == (2, False)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["bf16.pt"]
+    monkeypatch.setattr(train_1b.Training, "step", step)
+    rest = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path)
+    assert "goes on after step 2" in capsys.readouterr().out
+    assert rest["finished"] and rest["losses"] == whole["losses"]
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def _runs() -> list[dict[str, Any]]:
+    offsets = {"bf16": 0.0, "f8fx tensorwise": 0.01, "bf16, other seed": -0.04, "f8fx rowwise": 0.002}
+    return [
+        {
+            "run": name,
+            "finished": name != "f8fx rowwise",
+            "steps": 100 if name != "f8fx rowwise" else 60,
+            "losses": [5 - 0.01 * step + offset for step in range(100 if name != "f8fx rowwise" else 60)],
+            "tokens_per_second": 1000.0 if name.startswith("bf16") else 1300.0,
+            "step_ms": [8.0] * 100,
+            "peak": 2**34,
+            "converted": [10, 12],
+        }
+        for name, offset in offsets.items()
+    ]
+
+
+def test_gaps_are_given_in_multiples_of_what_another_seed_makes():
+    found = train_1b.summary([{**_runs()[1], "steps": 7, "losses": [9.0] * 7}, *_runs()])
+    assert found["spread_of_seeds"] == pytest.approx(0.04)
+    assert found["gap_over_spread"] == pytest.approx({"f8fx tensorwise": 0.25, "f8fx rowwise": 0.05})
+    assert found["steps"]["f8fx rowwise"] == 60 and found["speedup"]["f8fx tensorwise"] == 1.3
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+
+def _gemm_row() -> dict[str, Any]:
+    ms = dict.fromkeys(ceilings.VERSIONS, 0.5) | {"bf16": 1.0}
+    return {
+        "kind": "gemm",
+        "role": "output",
+        "m": 8192,
+        "k": 4096,
+        "n": 6144,
+        "ms": ms,
+        "errors": {},
+        "tflops": {name: 412 / value for name, value in ms.items()},
+    }
+
+
+def _ablation() -> dict[str, Any]:
+    timings = {
+        name: timing.Timing(ms, ms, ms, 0.1, 20).to_dict()
+        for name, ms in (("default", 10.0), ("never", 12.5))
+    }
+    return {
+        "model": "llama3_8b",
+        "recipe": "tensorwise",
+        "experiment": "merge",
+        "errors": {},
+        "ms": {"default": 10.0, "never": 12.5},
+        "wall_ms": {"default": 11.0, "never": 14.0},
+        "timings": timings,
+        "compile_s": {"default": 20.0, "never": 21.0},
+        "compile_cached": {"default": True, "never": False},
+        "memory": {},
+        "output_db": {},
+    }
+
+
+def _profiled() -> dict[str, Any]:
+    entry = kernel_times.Entry("forward", "triton", "triton_red_fused_0", 1, 50.0, 40.0)
+    return {
+        "model": "llama3_8b",
+        "recipe": "tensorwise",
+        "version": "f8fx",
+        "ms": {"f8fx": 0.06},
+        "wall_ms": 0.07,
+        "launches": 1,
+        "totals": kernel_times.totals([entry], 40_000_000, 1e12),
+        "kernels": [dataclasses.asdict(entry)],
+    }
+
+
+_ROWS: list[tuple[Any, list[dict[str, Any]], str]] = [
+    (ceilings, [_gemm_row(), {"kind": "launch", "us": 2.5}], "| output 8192 x 4096 x 6144 | 412 | 824 |"),
+    (ablations, [_ablation()], "| merge: never | 12.500 | 14.000 | 0.800 | 0.786 | 0.0 | 21.0 | - |"),
+    (kernel_times, [_profiled()], "| triton_red_fused_0 | forward | triton | 1 | 50.0 | 40.0 | 10.0 | 80 |"),
+    (train_1b, _runs(), "| f8fx rowwise | 60 of 100 |"),
+]
+
+
+@pytest.mark.parametrize("benchmark, rows, line", _ROWS, ids=[entry[0].NAME for entry in _ROWS])
+def test_a_result_becomes_a_page_and_a_picture(benchmark: Any, rows: list[Any], line: str, tmp_path):
+    stamp = {**common.stamp(CPU), "device": "Synthetic GPU", "device_type": "cuda", "driver": "1.2"}
+    result = {
+        "name": benchmark.NAME,
+        "complete": False,
+        "stamp": stamp,
+        "settings": {"steps": 100},
+        "rows": rows,
+        "summary": benchmark.summary(rows),
+    }
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result))
+    assert report.main([str(path)]) == 0
+    page = (tmp_path / "result.md").read_text()
+    assert "**Not complete**" in page and line in page
+    assert (tmp_path / "result.png").stat().st_size > 5_000
+
+
+def _results(folder: Path) -> None:
+    stamp = {**common.stamp(CPU), "device": "NVIDIA H200", "device_type": "cuda", "torch": "2.11.0"}
+    block = {
+        "model": "llama3_8b",
+        "recipe": "tensorwise",
+        "checkpointing": False,
+        "ms": {"bf16": 14, "f8fx": 10},
+    }
+    training = _runs()
+    for day, name, rows, summary in (
+        ("2026-01-01", "llama_block", [block], {}),
+        ("2026-01-01", "train_1b", training, train_1b.summary(training)),
+        ("2026-01-02", "llama_block", [{**block, "ms": {"bf16": 15, "f8fx": 10}}], {}),
+    ):
+        result = {"name": name, "stamp": {**stamp, "date": day}, "rows": rows, "summary": summary}
+        (folder / f"{day}-nvidia-h200-{name}.json").write_text(json.dumps(result))
+
+
+def test_the_headline_holds_what_results_hold_and_nothing_else(tmp_path, capsys):
+    _results(tmp_path)
+    assert headline.main(["--results", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert "### NVIDIA H200" in page
+    assert "| 8B block, tensorwise: f8fx over bf16 | >= 1.40 | 1.50 | 2026-01-02, " in page
+    assert "| 8B block, tensorwise: f8fx over torchao | >= 1.10 | not measured | - |" in page
+    assert "| 0.25 (100 steps) | 2026-01-01" in page
+
+
+def test_without_gpu_results_there_is_no_headline(capsys):
+    if headline.gpu_results(common.RESULTS):
+        pytest.skip("there are")
+    assert headline.main([]) == 0
+    assert "No GPU measurements are committed" in capsys.readouterr().out
+
+
+# -- everything in one command --------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A GPU command whose parts run in no time and write complete results; what ran, and for how long."""
+    ran: list[tuple[str, float]] = []
+    stamp = {**common.stamp(CPU), "device": "NVIDIA H200", "device_type": "cuda", "driver": "1.2"}
+
+    def run(part: gpu.Part, seconds: float, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+        ran.append((part.name, seconds))
+        failed = part.name == "ablations"
+        if part.keeps:
+            folder = Path(extra[extra.index("--results") + 1])
+            result = {"name": part.name, "complete": not failed, "stamp": stamp, "settings": {}, "rows": []}
+            path = folder / f"{stamp['date'][:10]}-nvidia-h200-{part.name}.json"
+            path.write_text(json.dumps({**result, "summary": {}}))
+        outcome = "failed: x" if failed else "3 passed" if part.name == "tests" else "done"
+        return {"part": part.name, "seconds": 1.0, "returncode": int(failed), "outcome": outcome}
+
+    monkeypatch.setattr(common, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(common, "stamp", lambda device: stamp)
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu, "_write_reports", lambda folder, stamp: None)
+    return ran
+
+
+def test_the_gpu_command_gives_each_part_its_share_and_goes_on_where_it_stopped(on_a_gpu, tmp_path):
+    packed = tmp_path / "out" / "all.tar.gz"
+    command = ["--results", str(tmp_path), "--archive", str(packed)]
+    assert gpu.main(command) == 1
+    assert [name for name, _ in on_a_gpu] == [part.name for part in gpu.PARTS]
+    shares = sum(part.share for part in gpu.PARTS)
+    assert on_a_gpu[0][1] == pytest.approx(520 * gpu.PARTS[0].share / shares, abs=1)
+    assert on_a_gpu[-1][1] == pytest.approx(520, abs=5)  # nobody else is left, and nothing was used
+    (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
+    assert json.loads(path.read_text())["summary"]["failed"] == ["ablations"]
+    with tarfile.open(packed) as archive:
+        kept = [path.name.replace("-gpu.", f"-{part.name}.") for part in gpu.PARTS if part.keeps]
+        assert {path.name, *kept} <= set(archive.getnames())
+    # again: only what is not complete, and what writes nothing
+    on_a_gpu.clear()
+    gpu.main(command)
+    assert [name for name, _ in on_a_gpu] == ["ablations", "calibrate"]
+    on_a_gpu.clear()
+    gpu.main([*command, "--fresh"])
+    assert len(on_a_gpu) == len(gpu.PARTS)
+
+
+def test_a_part_that_would_not_get_to_its_first_row_is_left_for_the_next_run(on_a_gpu, tmp_path):
+    gpu.main(["--results", str(tmp_path), "--budget-s", "60"])
+    assert [name for name, _ in on_a_gpu] == [p.name for p in gpu.PARTS if p.least <= 40]
+    (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
+    rows = {row["part"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["llama_block"]["outcome"] == "out of time; run again to go on"
+    assert not gpu.on_record(gpu.PARTS[2], tmp_path, json.loads(path.read_text())["stamp"])
+
+
+def test_all_parts_fit_into_one_run():
+    assert sum(part.share for part in gpu.PARTS) <= gpu.BUDGET_S
+    assert all(part.least <= part.share for part in gpu.PARTS)
+
+
+def test_a_part_that_takes_too_long_is_stopped(monkeypatch):
+    monkeypatch.setattr(gpu, "GRACE_S", 0.0)
+    part = gpu.Part("tests", ("timeit", "-n1", "-r1", "import time; time.sleep(60)"), 1.0, 0.0, keeps=False)
+    row = gpu.run(part, 0.5)
+    assert row["outcome"] == "out of time; run again to go on"
+    assert row["seconds"] < 20
+
+
+def test_failed_tests_are_named(monkeypatch):
+    lines = "FAILED tests/test_gpu.py::test_x - no\\n1 failed, 2 passed in 3s"
+    code = f"import os; print('{lines}', flush=True); os._exit(1)"
+    part = gpu.Part("tests", ("timeit", "-n1", "-r1", code), 1.0, 0.0, keeps=False)
+    row = gpu.run(part, 30)
+    assert (row["outcome"], row["failed"]) == ("1 failed, 2 passed in 3s", ["tests/test_gpu.py::test_x"])
