@@ -103,7 +103,7 @@ def _quantize(
     transpose: bool = False,
     align: Sequence[int] = (1, 1),
 ) -> Any:
-    whole = table.parts(x)
+    whole = table.parts(x) if max(align) == 1 else None  # padding is of the whole
     if whole is None:
         copy = table.row_major(_cast(table, x, scale, dtype, dim, transpose, align))
         # a reduction over rows would store it a byte at a time: a tiled kernel of its own reads its source once more
