@@ -47,7 +47,9 @@ Choice = Convert | Skip
 
 def decision(choice: Choice) -> Decision:
     """The choice as plain data for reports."""
-    gemm = choice.gemm
+    gemm, detail = choice.gemm, choice.detail
+    if isinstance(choice, Convert) and (choice.pad_k or choice.pad_n):
+        detail = "; ".join(filter(None, (detail, f"padded to multiples of {ALIGNMENT}")))
     return Decision(
         fqn=gemm.fqn,
         role=gemm.role,
@@ -56,7 +58,7 @@ def decision(choice: Choice) -> Decision:
         n=_plain(gemm.n),
         converted=isinstance(choice, Convert),
         reason="converted" if isinstance(choice, Convert) else choice.reason,
-        detail=choice.detail,
+        detail=detail,
         speedup=choice.speedup,
         seconds=choice.seconds,
         merge=choice.merge if isinstance(choice, Convert) else "",

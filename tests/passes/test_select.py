@@ -10,7 +10,7 @@ from torch import nn
 import f8fx
 from f8fx.passes import Pipeline, describe
 from f8fx.report import Decision
-from tests.helpers import bf16, joint_graphs, randn
+from tests.helpers import bf16, joint_graphs, randn, report_of
 
 
 def untouched(fn, *args, dynamic=False, **options) -> list[Decision]:
@@ -107,6 +107,12 @@ def test_pad_never_leaves_odd_sizes():
     decisions = untouched(F.linear, *xw(5, 30, 20), select="all", pad="never")
     assert reasons(decisions) == {"not a multiple of 16"}
     assert {d.detail for d in decisions} >= {'k=30, pad="never"'}
+
+
+def test_what_is_padded_says_so():
+    padded, aligned = (report_of(F.linear, *xw(16, k, 32), select="all").decisions for k in (30, 32))
+    assert {(d.converted, d.detail) for d in padded} == {(True, "padded to multiples of 16")}
+    assert {(d.converted, d.detail) for d in aligned} == {(True, "")}
 
 
 def test_pad_never_leaves_a_dynamic_contraction():
