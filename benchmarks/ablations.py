@@ -60,12 +60,16 @@ EXPERIMENTS: Mapping[str, Mapping[str, Version]] = {
         "torchao": Version(options={"rowwise_scales": "torchao"}),
     },
     "save": {"fast": Version(options={"save": "fast"})},
+    "kernels": {
+        "triton": Version(options={"kernels": "triton"}),
+        "triton, fast": Version(options={"kernels": "triton", "save": "fast"}),
+    },
     "realize_opcount_threshold": {"30": Version(inductor={"realize_opcount_threshold": 30})},
     "mix_order_reduction": {"without": Version(inductor={"triton.mix_order_reduction": False})},
     "coordinate_descent_tuning": {"with": Version(inductor={"coordinate_descent_tuning": True})},
 }
 #: Experiments that say nothing of recipes whose scales are all per tensor.
-_ROWWISE_ONLY = ("rowwise_scales",)
+_ROWWISE_ONLY = ("rowwise_scales", "kernels")
 
 
 def cases(quick: bool, only: Collection[str] = EXPERIMENTS) -> list[dict[str, Any]]:

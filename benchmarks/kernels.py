@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from f8fx.kernels import cast as definition
-from f8fx.kernels import cast_transpose, column_scale, row_cast
+from f8fx.kernels import cast_transpose, column_scale, row_cast, row_cast_columns
 
 from . import common
 from .common import Grid, Row, console, show
@@ -130,16 +130,34 @@ def _columns(xs: Sources, name: str) -> list[Version]:
     return [functools.partial(compiled, x) for x in xs]
 
 
+def _rows_and_columns(xs: Sources, name: str) -> list[Version]:
+    """Row amax, scale and cast, and the amaxes of the columns."""
+    if name in _CLAMP:
+        return [functools.partial(row_cast_columns.row_cast_columns, [x], dtype=FP8) for x in xs]
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale = definition.scale(definition.amax(x, 1), FP8, False)
+        return _definition_cast(x, scale[:, None], False), scale, definition.amax(x, 0)
+
+    compiled = _compiled(function, xs[0].device)
+    return [functools.partial(compiled, x) for x in xs]
+
+
 #: By name: what it is, and float8 copies it writes.
 KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
     "cast": (lambda xs, name: _copies(xs, name, None, None, False), 1),
     "cast + transpose": (lambda xs, name: _copies(xs, name, None, None, True), 2),
     "cast + transpose, rowwise": (lambda xs, name: _copies(xs, name, 1, 0, True), 2),
     "row amax + cast": (_rows, 1),
+    "row amax + cast, column amax": (_rows_and_columns, 1),
     "column scale": (_columns, 0),
 }
 #: Versions that a kernel does not have: nothing is tuned there, or there is nothing to clamp.
-_ABSENT = {"row amax + cast": ("tuned",), "column scale": ("tuned", "unclamped")}
+_ABSENT = {
+    "row amax + cast": ("tuned",),
+    "row amax + cast, column amax": ("tuned", "unclamped", "torchao"),
+    "column scale": ("tuned", "unclamped"),
+}
 
 
 def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5, device: str = "cuda") -> Row:
@@ -194,6 +212,8 @@ def _in_a_row(calls: Sequence[Version]) -> None:
 def _wanted(x: Tensor, kernel: str) -> Any:
     if kernel == "column scale":
         return column_scale.reference(x, dtype=FP8)
+    if kernel == "row amax + cast, column amax":
+        return row_cast_columns.reference([x], dtype=FP8)
     if kernel == "row amax + cast":
         return row_cast.reference(x, dtype=FP8)
     dims = (1, 0) if "rowwise" in kernel else (None, None)

@@ -165,6 +165,23 @@ def test_scaling_the_accumulator_is_no_less_precise(recipe):
         assert min(sqnr(value, inside[name]), 60) > min(sqnr(value, after[name]), 60) - 0.1, name
 
 
+@pytest.mark.parametrize("save", ["lean", "fast"])
+def test_one_read_gives_the_same_bits(save):
+    """Rows cast and columns reduced by the Triton kernel, launched from generated code, beside Inductor's own."""
+    model, x, grad = block(), normal(4, 256, 512), normal(4, 256, 512, seed=1)
+    own, inductor = (
+        gradients(
+            model,
+            compiled(model, recipe="rowwise", executor="inductor", save=save, kernels=kernels),
+            x,
+            grad,
+        )
+        for kernels in ("triton", "inductor")
+    )
+    for name, value in inductor.items():
+        assert torch.equal(value, own[name]), name
+
+
 def test_generated_kernels_write_the_right_bytes():
     """The canaries; if this fails f8fx still is right, by slower kernels, and says so."""
     from f8fx import canary
