@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -122,57 +120,3 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], what: str = "") -> N
 def names(decisions: Sequence[Any]) -> dict[str, str]:
     """fqn -> reason."""
     return {decision.fqn: decision.reason for decision in decisions}
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One collective call: its name, and what this rank put in."""
-
-    op: str
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-#: torch 2.13 has new names for the first two
-_COLLECTIVES = {
-    "all_gather_single": 1,
-    "all_gather_into_tensor": 1,
-    "reduce_scatter_single": 1,
-    "reduce_scatter_tensor": 1,
-    "all_reduce": 0,
-}
-
-
-@contextmanager
-def collectives() -> Iterator[list[Sent]]:
-    """What is really handed to torch.distributed inside the block, in order."""
-    seen: list[Sent] = []
-    inside: list[str] = []
-
-    def watched(name: str, call: Any, position: int) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not inside:
-                tensor = (
-                    args[position]
-                    if len(args) > position
-                    else kwargs.get("input_tensor", kwargs.get("input"))
-                )
-                seen.append(Sent(name.replace("single", "into_tensor"), tensor.dtype, tensor.numel()))
-            inside.append(name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                inside.pop()
-
-        return wrapper
-
-    with ExitStack() as stack:
-        for name, position in _COLLECTIVES.items():
-            call = getattr(dist, name, None)
-            if call is not None:
-                stack.enter_context(mock.patch.object(dist, name, watched(name, call, position)))
-        yield seen

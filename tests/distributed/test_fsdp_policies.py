@@ -21,12 +21,12 @@ from tests.distributed.models import (
     Setup,
     assert_same,
     batch,
-    collectives,
     loss_of,
     train,
     whole,
     world_mesh,
 )
+from tests.distributed.sent import collectives
 from tests.helpers import bf16
 
 

@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from f8fx import recording
-from tests.distributed.ranks import Sent, outcome_fixture, simple_fsdp
+from tests.distributed.harness import outcome_fixture
+from tests.distributed.sent import InGraph
+from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled, gradients, randn, sqnr
 
 pytestmark = pytest.mark.slow
@@ -29,7 +31,7 @@ def found(recipe, **options):
     x, grad = randn(32, 64, seed=dist.get_rank()), randn(32, 64, grad=False, seed=9)
     with recording() as reports:
         step(x)
-    with Sent() as sent:
+    with InGraph() as sent:
         values = gradients(model, step, x, grad)
     values = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in values.items()}
     return values, reports[0], sent

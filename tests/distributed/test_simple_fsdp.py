@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from f8fx import recording
-from tests.distributed.ranks import Sent, outcome_fixture, simple_fsdp
+from tests.distributed.harness import outcome_fixture
+from tests.distributed.sent import InGraph
+from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import Block, bf16, compiled, randn
 
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 1e-3), "AdamW": lambda p: torch.optim.AdamW(p, 1e-3)}
@@ -145,7 +147,7 @@ def check_bytes_sent():
         model = sharded()
         step = compiled(model, wire=wire)
         for _ in range(2):  # the second one compiles nothing
-            with Sent() as sent[wire]:
+            with InGraph() as sent[wire]:
                 step(randn(2, 16, 128)).sum().backward()
     weights = 3 * 128 * 192 + 52 * 128  # the head has 51 rows, padded to 52
     norm_and_bias = 2 * 128
@@ -165,7 +167,7 @@ def check_bytes_sent_under_checkpointing():
     model = sharded(reshard=True)
     step = compiled(model)
     for _ in range(2):
-        with Sent() as sent:
+        with InGraph() as sent:
             step(randn(2, 16, 128)).sum().backward()
     assert sent.calls["all_reduce", torch.int32] == 1
     assert sent.calls["all_gather_into_tensor", torch.uint8] == 8
