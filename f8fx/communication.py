@@ -12,20 +12,16 @@ The model is sharded as :mod:`f8fx.fsdp` documents it. Its blocks (the elements 
 Which weights are gathered in float8 is asked of the function that ``enable_float8_all_gather`` asks. A rank holds
 ``ceil(rows / N)`` rows of each parameter; what is missing in the last shards travels as padding.
 
-**Bytes on the wire** are those of a ring of N ranks, of which each sends as much as it receives, for a tensor of B
-bytes: ``B (N - 1) / N`` for an all-gather (B: what comes out) and a reduce-scatter (B: what goes in), twice that for
-an all-reduce. **Seconds** are these bytes at line rate plus the hops' latency, one collective after the other: what the wire
-needs at least, of which overlap with computation hides a part. Predicted, not measured; NCCL leaves rings for other
-algorithms where latency counts.
+What bytes on the wire and seconds are, :mod:`f8fx.wire` says.
 
-Tensor parallelism divides what FSDP2 shards: every matrix is taken to be split over its rows, vectors not at all. What
-tensor parallelism itself sends depends on its plan and is not counted here.
+Tensor parallelism divides what FSDP2 shards. Parameters that are DTensors are taken as they are split; without a plan
+every matrix is taken to be split over its rows, vectors not at all. What tensor parallelism itself sends stands in the
+traced graphs, and is counted there where the model is parallelized (:mod:`f8fx.parallelized`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -39,110 +35,11 @@ from .fsdp.formats import Format
 from .hardware import Interconnect
 from .options import Options
 from .torch_private import local_tensor
+from .wire import IN_GRAPH, Call, Op, Sent, World, totals
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+__all__ = ["Call", "Communication", "Sharded", "World", "predict"]
+
 Copies = Literal["both", "alternate"]
-
-
-@dataclass(frozen=True)
-class World:
-    """The mesh: ranks that FSDP2 shards over, times ranks that tensor parallelism splits over."""
-
-    fsdp: int
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        for name, size in (("fsdp", self.fsdp), ("tp", self.tp)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"world: {name} must be a whole number of at least 1, got {size!r}")
-
-    @property
-    def size(self) -> int:
-        """All ranks."""
-        return self.fsdp * self.tp
-
-    def __str__(self) -> str:
-        return f"{self.fsdp} x {self.tp} (FSDP x TP)" if self.tp > 1 else str(self.fsdp)
-
-    @staticmethod
-    def parse(world: World | int | str) -> World:
-        """From ``8``, ``"8"``, ``"8x4"`` or ``"fsdp=8,tp=4"``.
-
-        Raises:
-            ValueError: for anything else.
-        """
-        if isinstance(world, World):
-            return world
-        if isinstance(world, int):
-            return World(world)
-        text = str(world).replace(" ", "")
-        if found := re.fullmatch(r"(\d+)(?:x(\d+))?", text):
-            return World(int(found[1]), int(found[2] or 1))
-        if found := re.fullmatch(r"fsdp=(\d+)(?:,tp=(\d+))?", text):
-            return World(int(found[1]), int(found[2] or 1))
-        raise ValueError(f"world must be like 8, 8x4 (FSDP x TP) or fsdp=8,tp=4, got {world!r}")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective, seen from one rank.
-
-    Attributes:
-        op: which.
-        what: ``weights``, ``gradients`` or ``amaxes``.
-        unit: the wrapped module, "" for the root.
-        backward: whether it belongs to the backward.
-        ranks: of its group.
-        bytes: what the rank hands in, by dtype; different dtypes travel together.
-    """
-
-    op: Op
-    what: str
-    unit: str
-    backward: bool
-    ranks: int
-    bytes: Mapping[str, int]
-
-    def wire(self, count: float) -> float:
-        """Bytes that a rank sends, and receives, in a ring, if it hands in ``count``."""
-        if self.op == "all_gather":
-            return count * (self.ranks - 1)
-        return count * (self.ranks - 1) / self.ranks * (2 if self.op == "all_reduce" else 1)
-
-    def seconds(self, interconnect: Interconnect, tp: int = 1) -> float:
-        """Predicted, with the ranks of tensor parallelism next to each other in a node.
-
-        As many rings as the group has GPUs in a node run side by side, each over another GPU's network port.
-        """
-        i = interconnect
-        local = max(1, i.node // tp)
-        nodes = math.ceil(self.ranks / local)
-        bandwidth = i.link_bandwidth
-        if nodes > 1:
-            across = local * i.network_bandwidth
-            bandwidth = across if local == 1 else min(across, bandwidth)
-        hops = i.network_latency * (nodes - 1) + i.link_latency * (self.ranks - nodes)
-        rounds = 2 if self.op == "all_reduce" else 1
-        return i.launch + rounds * hops + self.wire(sum(self.bytes.values())) / bandwidth
-
-
-@dataclass(frozen=True)
-class Sent:
-    """All that one rank sends in a step by one collective in one dtype.
-
-    Attributes:
-        op, what, dtype: which.
-        calls: collectives that carry it; one carries several dtypes where FSDP2 packs them together.
-        input_bytes: what the rank hands to the collectives.
-        wire_bytes: what it sends, and receives, in a ring.
-    """
-
-    op: Op
-    what: str
-    dtype: str
-    calls: int
-    input_bytes: int
-    wire_bytes: int
 
 
 @dataclass(frozen=True)
@@ -158,6 +55,7 @@ class Communication:
         high_seconds, float8_seconds: predicted, ``None`` where the interconnect is unknown.
         gathers: each 2-D parameter and whether it is gathered in float8.
         doubled: whether a gather carries two float8 copies of some weight.
+        graphs_counted: whether the collectives that stand in graphs are among them.
     """
 
     fsdp: int
@@ -172,6 +70,7 @@ class Communication:
     float8_seconds: float | None
     gathers: tuple[GatherDecision, ...]
     doubled: bool = False
+    graphs_counted: bool = False
 
     @property
     def world(self) -> World:
@@ -198,10 +97,10 @@ class Communication:
         """Collective, what, dtype, bytes on the wire as it is and with float8."""
         sides = [{(s.op, s.what, s.dtype): s.wire_bytes for s in side} for side in (self.high, self.float8)]
         keys = dict.fromkeys((*sides[0], *sides[1]))
-        order = ("all_gather", "reduce_scatter", "all_reduce")
+        order = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
         return [
             (*key, sides[0].get(key, 0), sides[1].get(key, 0))
-            for key in sorted(keys, key=lambda key: order.index(key[0]))
+            for key in sorted(keys, key=lambda key: (order.index(key[0]), key[1] == IN_GRAPH))
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -292,12 +191,12 @@ class Sharded:
 
     def calls(self, float8: bool, training: bool = True, copies: Copies = "both") -> list[Call]:
         """The collectives of one step."""
-        ranks = self.world.fsdp
+        ranks, stride = self.world.fsdp, self.world.tp
         if ranks == 1:
             return []
         found: list[Call] = []
         if float8 and (amaxes := sum(map(_amaxes, self._converted()))):
-            found.append(Call("all_reduce", "amaxes", "", False, ranks, {"float32": 4 * amaxes}))
+            found.append(Call("all_reduce", "amaxes", "", False, ranks, {"float32": 4 * amaxes}, stride))
         for unit, params in self.units.items():
             if not params:
                 continue
@@ -305,14 +204,14 @@ class Sharded:
             for backward in (False, True)[: 1 + (training and again)]:
                 content = int(backward) if copies == "alternate" and again else None
                 sizes = _summed(self._gathered(p, content if float8 else None, float8) for p in params)
-                found.append(Call("all_gather", "weights", unit, backward, ranks, sizes))
+                found.append(Call("all_gather", "weights", unit, backward, ranks, sizes, stride))
             reduced = _summed(
                 [(_name(p.reduce_dtype), ranks * p.shard(ranks) * p.reduce_dtype.itemsize)]
                 for p in params
                 if p.trained and training
             )
             if reduced:
-                found.append(Call("reduce_scatter", "gradients", unit, True, ranks, reduced))
+                found.append(Call("reduce_scatter", "gradients", unit, True, ranks, reduced, stride))
         return found
 
     def _converted(self) -> list[_Parameter]:
@@ -337,6 +236,7 @@ def predict(
     interconnect: Interconnect | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    in_graph: tuple[Sequence[Call], Sequence[Call]] | None = None,
 ) -> Communication:
     """What a step of a model sends under FSDP2, as it is and with float8 gathers.
 
@@ -348,6 +248,7 @@ def predict(
         copies: of rowwise weights, as ``enable_float8_all_gather`` takes it.
         interconnect: what to predict seconds for.
         param_dtype, reduce_dtype: FSDP2's mixed-precision policy; default: the parameters' own dtype.
+        in_graph: the collectives that stand in the model's graphs, as they are and as rewritten; ``None``: unknown.
 
     Raises:
         ValueError: for a world or copies that cannot be.
@@ -356,10 +257,12 @@ def predict(
         raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
     world = World.parse(world)
     sharded = Sharded.of(model, world, options, param_dtype, reduce_dtype)
-    high, float8 = sharded.calls(False, training), sharded.calls(True, training, copies)
+    graphs = in_graph or ((), ())
+    high = [*sharded.calls(False, training), *graphs[0]]
+    float8 = [*sharded.calls(True, training, copies), *graphs[1]]
 
     def seconds(calls: Iterable[Call]) -> float | None:
-        return sum(call.seconds(interconnect, world.tp) for call in calls) if interconnect else None
+        return sum(call.seconds(interconnect) for call in calls) if interconnect else None
 
     return Communication(
         fsdp=world.fsdp,
@@ -373,20 +276,9 @@ def predict(
         high_seconds=seconds(high),
         float8_seconds=seconds(float8),
         gathers=sharded.gathers,
+        graphs_counted=in_graph is not None,
         doubled=copies == "both" and any(len(p.formats) > 1 for ps in sharded.units.values() for p in ps),
     )
-
-
-def totals(calls: Iterable[Call]) -> tuple[Sent, ...]:
-    """The calls' bytes by collective and dtype, in the order of their first appearance."""
-    found: dict[tuple[Op, str, str], list[float]] = {}
-    for call in calls:
-        for dtype, count in call.bytes.items():
-            row = found.setdefault((call.op, call.what, dtype), [0, 0, 0.0])
-            row[0] += 1
-            row[1] += count
-            row[2] += call.wire(count)
-    return tuple(Sent(*key, int(row[0]), int(row[1]), round(row[2])) for key, row in found.items())
 
 
 def _blocks(model: nn.Module) -> list[str]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from f8fx import recording
+from f8fx import explain, recording
 from tests.distributed.harness import outcome_fixture
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
@@ -185,6 +185,22 @@ def check_bytes_sent():
     assert ("all_gather_into_tensor", bf16) not in after.bytes
     # the activation of one layer depends on that of the one before: a reduction each
     assert after.calls["all_reduce", torch.int32] == 4
+    # what `explain` reads off the graphs is what is sent; of a gather it counts what a rank hands in
+    explained = explain(
+        parallel(Net(), tp_mesh()), randn(2, 16, 64), target="cpu", select="all"
+    ).communication
+    for side, sent_bytes in ((explained.high, before.bytes), (explained.float8, after.bytes)):
+        counted = {(s.op, s.dtype): s.input_bytes for s in side}
+        assert counted == {
+            (name.split("_into")[0].split("_tensor")[0], str(dtype).split(".")[1]): size * _handed_in(name)
+            for (name, dtype), size in sent_bytes.items()
+        }
+
+
+def _handed_in(collective):
+    """Bytes that a rank hands in, relative to those it gets."""
+    ranks = dist.get_world_size()
+    return {"all_gather_into_tensor": 1 / ranks, "reduce_scatter_tensor": ranks}.get(collective, 1)
 
 
 CHECKS = [value for name, value in dict(globals()).items() if name.startswith("check_")]
