@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import f8fx
 from f8fx.fsdp import enable_float8_all_gather
+from f8fx.torch_private import storage_key
 from tests.helpers import Block, bf16
 
 DIM, HIDDEN = 64, 96
@@ -120,3 +121,23 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], what: str = "") -> N
 def names(decisions: Sequence[Any]) -> dict[str, str]:
     """fqn -> reason."""
     return {decision.fqn: decision.reason for decision in decisions}
+
+
+def saved_bytes(y: Tensor, model: nn.Module) -> int:
+    """Bytes that compiled graphs keep for the backward, beside parameters and what FSDP2 has freed."""
+    own = {storage_key(_local(parameter)) for parameter in model.parameters()}
+    pending, seen, kept = [y.grad_fn], set(), {}
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [source for source, _ in node.next_functions]
+        for tensor in node.saved_tensors if "CompiledFunction" in type(node).__name__ else ():
+            if storage_key(tensor) not in own:
+                kept[storage_key(tensor)] = tensor.untyped_storage().size()
+    return sum(kept.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
