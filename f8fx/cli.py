@@ -94,14 +94,17 @@ def _explain(args: argparse.Namespace) -> int:
             find(args.target)
         except ValueError as error:
             raise UsageError(f"--target: {error}") from None
-    if args.world is not None:
-        from f8fx.communication import World
+    from f8fx.communication import World
 
+    if args.world is not None:
         try:
             World.parse(args.world)
         except ValueError as error:
             raise UsageError(f"--world: {error}") from None
     function = _function(args.model)
+    parallelize = _function(args.parallelize) if args.parallelize is not None else None
+    if parallelize is not None and (args.world is None or World.parse(args.world).tp == 1):
+        raise UsageError("--parallelize: needs ranks to split over, such as --world 8x4")
     try:
         made = function()
     except Exception as error:
@@ -125,7 +128,7 @@ def _explain(args: argparse.Namespace) -> int:
     from f8fx.explanation import ExplainError, explain
 
     options: dict[str, Any] = {"recipe": args.recipe, "select": args.select}
-    options |= {"world": args.world, "copies": args.copies}
+    options |= {"world": args.world, "copies": args.copies, "parallelize": parallelize}
     if args.target is not None:
         options["target"] = args.target
     try:
@@ -222,6 +225,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("both", "alternate"),
         default="both",
         help="with --world: of rowwise weights, as enable_float8_all_gather takes it (default: both)",
+    )
+    explain.add_argument(
+        "--parallelize",
+        metavar="package.module:function",
+        help="with --world 8x4: a function that splits a model over a mesh of the last dimension, (model, mesh); what "
+        "tensor parallelism sends is then counted",
     )
     explain.add_argument("--json", metavar="FILE", help='write the figures as JSON ("-": print them)')
     explain.add_argument("--html", metavar="FILE", help="write one self-contained HTML page")

@@ -12,19 +12,16 @@ The model is sharded as :mod:`f8fx.fsdp` documents it. Its blocks (the elements 
 Which weights are gathered in float8 is asked of the function that ``enable_float8_all_gather`` asks. A rank holds
 ``ceil(rows / N)`` rows of each parameter; what is missing in the last shards travels as padding.
 
-**Bytes on the wire** are those of a ring of N ranks, of which each sends as much as it receives, for a tensor of B
-bytes: ``B (N - 1) / N`` for an all-gather (B: what comes out) and a reduce-scatter (B: what goes in), twice that for
-an all-reduce. **Seconds** are these bytes at line rate plus the hops' latency, one collective after the other: what the wire
-needs at least, of which overlap with computation hides a part. Predicted, not measured; NCCL leaves rings for other
-algorithms where latency counts.
+What bytes on the wire and seconds are, :mod:`f8fx.wire` says.
 
-Tensor parallelism divides what FSDP2 shards: every matrix is taken to be split over its rows, vectors not at all. What
-tensor parallelism itself sends depends on its plan and is not counted here.
+Tensor parallelism divides what FSDP2 shards. Parameters that are DTensors are taken as they are split; without a plan
+every matrix is taken to be split over its rows, vectors not at all. What tensor parallelism itself sends stands in the
+traced graphs, and is counted there where the model is parallelized (:mod:`f8fx.parallelized`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,28 +31,10 @@ from torch import nn
 from .fsdp.enable import GatherDecision
 from .interconnect import Interconnect
 from .options import Options
-from .step import Call, Copies, Op, Sharded, World
+from .step import Copies, Sharded
+from .wire import IN_GRAPH, Call, Op, Sent, World, totals
 
-__all__ = ["Call", "Communication", "Sent", "Sharded", "World", "predict", "totals"]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """All that one rank sends in a step by one collective in one dtype.
-
-    Attributes:
-        op, what, dtype: which.
-        calls: collectives that carry it; one carries several dtypes where FSDP2 packs them together.
-        input_bytes: what the rank hands to the collectives.
-        wire_bytes: what it sends, and receives, in a ring.
-    """
-
-    op: Op
-    what: str
-    dtype: str
-    calls: int
-    input_bytes: int
-    wire_bytes: int
+__all__ = ["Call", "Communication", "Sharded", "World", "predict"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +50,7 @@ class Communication:
         high_seconds, float8_seconds: predicted, ``None`` where the interconnect is unknown.
         gathers: each 2-D parameter and whether it is gathered in float8.
         doubled: whether a gather carries two float8 copies of some weight.
+        graphs_counted: whether the collectives that stand in graphs are among them.
     """
 
     fsdp: int
@@ -85,6 +65,7 @@ class Communication:
     float8_seconds: float | None
     gathers: tuple[GatherDecision, ...]
     doubled: bool = False
+    graphs_counted: bool = False
 
     @property
     def world(self) -> World:
@@ -111,10 +92,10 @@ class Communication:
         """Collective, what, dtype, bytes on the wire as it is and with float8."""
         sides = [{(s.op, s.what, s.dtype): s.wire_bytes for s in side} for side in (self.high, self.float8)]
         keys = dict.fromkeys((*sides[0], *sides[1]))
-        order = ("all_gather", "reduce_scatter", "all_reduce")
+        order = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
         return [
             (*key, sides[0].get(key, 0), sides[1].get(key, 0))
-            for key in sorted(keys, key=lambda key: order.index(key[0]))
+            for key in sorted(keys, key=lambda key: (order.index(key[0]), key[1] == IN_GRAPH))
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,6 +124,7 @@ def predict(
     interconnect: Interconnect | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    in_graph: tuple[Sequence[Call], Sequence[Call]] | None = None,
 ) -> Communication:
     """What a step of a model sends under FSDP2, as it is and with float8 gathers.
 
@@ -154,6 +136,7 @@ def predict(
         copies: of rowwise weights, as ``enable_float8_all_gather`` takes it.
         interconnect: what to predict seconds for.
         param_dtype, reduce_dtype: FSDP2's mixed-precision policy; default: the parameters' own dtype.
+        in_graph: the collectives that stand in the model's graphs, as they are and as rewritten; ``None``: unknown.
 
     Raises:
         ValueError: for a world or copies that cannot be.
@@ -162,10 +145,12 @@ def predict(
         raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
     world = World.parse(world)
     sharded = Sharded.of(model, world, options, param_dtype, reduce_dtype)
-    high, float8 = sharded.calls(False, training), sharded.calls(True, training, copies)
+    graphs = in_graph or ((), ())
+    high = [*sharded.calls(False, training), *graphs[0]]
+    float8 = [*sharded.calls(True, training, copies), *graphs[1]]
 
     def seconds(calls: Iterable[Call]) -> float | None:
-        return sum(call.seconds(interconnect, world.tp) for call in calls) if interconnect else None
+        return sum(call.seconds(interconnect) for call in calls) if interconnect else None
 
     return Communication(
         fsdp=world.fsdp,
@@ -179,17 +164,6 @@ def predict(
         high_seconds=seconds(high),
         float8_seconds=seconds(float8),
         gathers=sharded.gathers,
+        graphs_counted=in_graph is not None,
         doubled=copies == "both" and any(len(p.formats) > 1 for ps in sharded.units.values() for p in ps),
     )
-
-
-def totals(calls: Iterable[Call]) -> tuple[Sent, ...]:
-    """The calls' bytes by collective and dtype, in the order of their first appearance."""
-    found: dict[tuple[Op, str, str], list[float]] = {}
-    for call in calls:
-        for dtype, count in call.bytes.items():
-            row = found.setdefault((call.op, call.what, dtype), [0, 0, 0.0])
-            row[0] += 1
-            row[1] += count
-            row[2] += call.wire(count)
-    return tuple(Sent(*key, int(row[0]), int(row[1]), round(row[2])) for key, row in found.items())

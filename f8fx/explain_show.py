@@ -201,6 +201,8 @@ def _wire_table(c: Communication) -> Table:
 def wire_title(c: Communication) -> str:
     """What the table of the collectives is of."""
     what = "a step" if c.training else "a forward"
+    if c.world.size == 1:
+        return f"On the wire in the graphs, {what}, each rank"
     return f"On the wire under FSDP2, {what}, each rank of {c.world}"
 
 
@@ -211,16 +213,19 @@ def wire_text(count: int) -> str:
 
 def wire_note(c: Communication) -> str:
     """What the figures mean and how they came about."""
-    text = (
-        f"{c.converted} of {len(c.gathers)} matrices gathered in float8. What a rank sends, and receives, by the ring "
+    text = f"{c.converted} of {len(c.gathers)} matrices gathered in float8. " if c.gathers else ""
+    text += (
+        "What a rank sends, and receives, by the ring "
         "formula: (N - 1) / N of a gathered or scattered tensor, twice that of a reduced one."
     )
     if c.interconnect:
         text += f" Time at line rate of {c.interconnect} nodes of 8, nothing overlapped."
     if c.doubled:
         text += ' This recipe sends two float8 copies of a weight; copies="alternate" halves that.'
-    if c.tp > 1:
-        text += " What tensor parallelism itself sends is not in it."
+    if c.tp > 1 and not c.graphs_counted:
+        text += (
+            " What tensor parallelism itself sends is not in it; parallelize= says how the model is split."
+        )
     return text
 
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .parallelized import dtensor_like, is_dtensor
 from .partition import Partitioner
 from .passes import Pipeline
 from .report import GraphReport
@@ -41,6 +42,7 @@ from .torch_private import (
     storage_key,
     unnoticed_by_dynamo,
 )
+from .wire import Call, calls_of
 
 aten = torch.ops.aten
 
@@ -58,6 +60,7 @@ class GraphTrace:
         saved_bytes_high, saved_bytes_float8: bytes that live from forward to backward and are no
             inputs of the graph, in high precision and in float8.
         communicated_bytes_high, communicated_bytes: bytes in the collectives, likewise.
+        calls_high, calls: the collectives of forward and backward, likewise; what is recomputed is there twice.
     """
 
     report: GraphReport
@@ -65,6 +68,8 @@ class GraphTrace:
     saved_bytes_float8: int = 0
     communicated_bytes_high: int = 0
     communicated_bytes: int = 0
+    calls_high: tuple[Call, ...] = ()
+    calls: tuple[Call, ...] = ()
 
 
 def trace(
@@ -186,15 +191,18 @@ class _Replica:
     def _fake(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self.memo:
             return self.memo[id(tensor)]
-        if tensor.device.type == "meta" or is_fake(tensor):
+        if tensor.device.type == "meta" and is_dtensor(tensor):
+            fake = dtensor_like(tensor, self._fake)
+        elif tensor.device.type == "meta" or is_fake(tensor):
             device = self.device if tensor.device.type == "meta" else tensor.device
             with self.mode:
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=False)
-            fake.requires_grad_(tensor.requires_grad)
         else:
             fake = self.mode.from_tensor(tensor, static_shapes=True)
+        if isinstance(tensor, nn.Parameter) and not isinstance(fake, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=False)
+        if fake.is_leaf:
+            fake.requires_grad_(tensor.requires_grad)
         for name, value in vars(tensor).items():  # such as torch._dynamo.mark_dynamic leaves
             if name not in vars(fake):
                 setattr(fake, name, value)
@@ -258,7 +266,8 @@ class _Collector:
         rewritten = _copied(graph.graph)
         report = self.pipeline(rewritten)
         communicated = (communicated_bytes(graph.graph), communicated_bytes(rewritten))
-        self.graphs.append(GraphTrace(report, 0, 0, *communicated))
+        calls = (tuple(calls_of(g, backward=False)) for g in (graph.graph, rewritten))
+        self.graphs.append(GraphTrace(report, 0, 0, *communicated, *calls))
         return boxed(graph.forward)
 
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -267,11 +276,13 @@ class _Collector:
         communicated = (communicated_bytes(joint.graph), communicated_bytes(rewritten.graph))
         outputs = kwargs["num_fwd_outputs"]
         halves = min_cut_partition(joint, inputs, **kwargs)
-        high = low = saved_bytes(halves[0].graph, outputs)
+        float8 = halves
         if report.converted:
             rewritten.recompile()
-            low = saved_bytes(self.partitioner(rewritten, inputs, **kwargs)[0].graph, outputs)
-        self.graphs.append(GraphTrace(report, high, low, *communicated))
+            float8 = self.partitioner(rewritten, inputs, **kwargs)
+        high, low = (saved_bytes(forward.graph, outputs) for forward, _ in (halves, float8))
+        calls = ((*calls_of(f.graph, False), *calls_of(b.graph, True)) for f, b in (halves, float8))
+        self.graphs.append(GraphTrace(report, high, low, *communicated, *calls))
         return halves
 
 

@@ -30,6 +30,7 @@ from .explain_trace import ExplainError, GraphTrace
 from .hardware import Hardware
 from .interconnect import INTERCONNECTS
 from .options import Options
+from .parallelized import Parallelize, parallelized
 from .partition import Partitioner
 from .passes import Pipeline
 from .recipe import Role
@@ -97,7 +98,8 @@ class Explanation:
             inputs, with the high-precision graph and with the float8 one.
         communicated_bytes_high, communicated_bytes: bytes in collectives of the graphs, likewise: of each its
             input or output, whichever is larger; 0 on a single device.
-        communication: what a step sends under FSDP2 on the world that was asked for, ``None`` where none was.
+        communication: what a step sends: under FSDP2 on the world that was asked for, and in the graphs. ``None``
+            without either.
     """
 
     model: str
@@ -222,6 +224,7 @@ def explain(
     dynamic: bool = False,
     world: World | int | str | None = None,
     copies: Literal["both", "alternate"] = "both",
+    parallelize: Parallelize | None = None,
     **options: Any,
 ) -> Explanation:
     """Says which matmuls of ``model(*args, **kwargs)`` would run in float8, why, and what it gains.
@@ -239,11 +242,14 @@ def explain(
             FSDP x tensor parallelism. The explanation then says what a step sends, see
             :mod:`f8fx.communication`; `model` is a module that is not sharded yet. No process group is needed.
         copies: of rowwise weights, as ``f8fx.fsdp.enable_float8_all_gather`` takes it.
+        parallelize: tensor parallelism: ``parallelize(model, mesh)`` splits a copy of the model over a mesh of the
+            world's last dimension, as ``parallelize_module`` does, and may return another module. Graphs are then those
+            of a rank, and what they send is counted. A model that is parallelized already needs none.
         options: of the backend, see :class:`f8fx.options.Options`.
 
     Raises:
         OptionError: for an unknown option, value or target.
-        ValueError: for a world that cannot be.
+        ValueError: for a world that cannot be, or ``parallelize`` without ranks to split over.
         TypeError: for a world and a model that is no module.
         ExplainError: if the model cannot be copied or traced.
     """
@@ -251,24 +257,36 @@ def explain(
     if not callable(model):
         raise TypeError(f"model must be a module or a function, got {type(model).__name__}")
     if world is not None:
-        from .communication import World, predict
+        from .communication import World
 
         world = World.parse(world)
         if not isinstance(model, nn.Module):
             raise TypeError(f"world: model must be a module, got {type(model).__name__}")
+    with parallelized(model, world, parallelize) as on_rank:
+        return _explained(
+            on_rank, explain_trace.name_of(model), args, kwargs or {}, dynamic, world, copies, parsed
+        )
+
+
+def _explained(
+    model: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic: bool,
+    world: World | None,
+    copies: Literal["both", "alternate"],
+    parsed: Options,
+) -> Explanation:
+    from .communication import predict
+
     like_gpu = parsed.target is not None and parsed.target.name != "cpu"
     traces = explain_trace.trace(
-        model,
-        args,
-        kwargs or {},
-        _pipeline(parsed, like_gpu),
-        Partitioner(parsed.save),
-        like_gpu,
-        dynamic,
+        model, args, kwargs, _pipeline(parsed, like_gpu), Partitioner(parsed.save), like_gpu, dynamic
     )
     target_names = sorted({trace.report.target for trace in traces if trace.report.target})
     explanation = Explanation(
-        model=explain_trace.name_of(model),
+        model=name,
         target=parsed.target.name if parsed.target else ", ".join(target_names),
         recipe=parsed.recipe.name,
         select=parsed.select,
@@ -276,16 +294,19 @@ def explain(
         graphs=[trace.report for trace in traces],
         rows=_rows(traces),
     )
-    for name in ("saved_bytes_high", "saved_bytes_float8", "communicated_bytes_high", "communicated_bytes"):
-        setattr(explanation, name, sum(getattr(trace, name) for trace in traces))
-    if world is not None:
+    for figure in ("saved_bytes_high", "saved_bytes_float8", "communicated_bytes_high", "communicated_bytes"):
+        setattr(explanation, figure, sum(getattr(trace, figure) for trace in traces))
+    high = [call for trace in traces for call in trace.calls_high]
+    float8 = [call for trace in traces for call in trace.calls]
+    if world is not None or high:
         explanation.communication = predict(
-            cast("nn.Module", model),
-            world,
+            cast("nn.Module", model) if world is not None else nn.Module(),
+            world or 1,
             parsed,
             training=explanation.training,
             copies=copies,
             interconnect=INTERCONNECTS.get(parsed.target.name) if parsed.target else None,
+            in_graph=(high, float8) if high else None,
         )
     return explanation
 

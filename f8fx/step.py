@@ -1,13 +1,12 @@
 """The collectives of a training step under FSDP2, one by one, from a model's parameters.
 
-How the model is taken to be sharded, and what the bytes and seconds mean, stands in :mod:`f8fx.communication`, which adds
-them up.
+How the model is taken to be sharded stands in :mod:`f8fx.communication`, which adds them up; what their bytes and
+seconds mean, in :mod:`f8fx.wire`.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,94 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from .fsdp.enable import GatherDecision, judge
 from .fsdp.formats import Format
-from .interconnect import Interconnect
 from .options import Options
 from .torch_private import local_tensor
+from .wire import Call, World
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Copies = Literal["both", "alternate"]
-
-
-@dataclass(frozen=True)
-class World:
-    """The mesh: ranks that FSDP2 shards over, times ranks that tensor parallelism splits over."""
-
-    fsdp: int
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        for name, size in (("fsdp", self.fsdp), ("tp", self.tp)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"world: {name} must be a whole number of at least 1, got {size!r}")
-
-    @property
-    def size(self) -> int:
-        """All ranks."""
-        return self.fsdp * self.tp
-
-    def __str__(self) -> str:
-        return f"{self.fsdp} x {self.tp} (FSDP x TP)" if self.tp > 1 else str(self.fsdp)
-
-    @staticmethod
-    def parse(world: World | int | str) -> World:
-        """From ``8``, ``"8"``, ``"8x4"`` or ``"fsdp=8,tp=4"``.
-
-        Raises:
-            ValueError: for anything else.
-        """
-        if isinstance(world, World):
-            return world
-        if isinstance(world, int):
-            return World(world)
-        text = str(world).replace(" ", "")
-        if found := re.fullmatch(r"(\d+)(?:x(\d+))?", text):
-            return World(int(found[1]), int(found[2] or 1))
-        if found := re.fullmatch(r"fsdp=(\d+)(?:,tp=(\d+))?", text):
-            return World(int(found[1]), int(found[2] or 1))
-        raise ValueError(f"world must be like 8, 8x4 (FSDP x TP) or fsdp=8,tp=4, got {world!r}")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective, seen from one rank.
-
-    Attributes:
-        op: which.
-        what: ``weights``, ``gradients`` or ``amaxes``.
-        unit: the wrapped module, "" for the root.
-        backward: whether it belongs to the backward.
-        ranks: of its group.
-        bytes: what the rank hands in, by dtype; different dtypes travel together.
-    """
-
-    op: Op
-    what: str
-    unit: str
-    backward: bool
-    ranks: int
-    bytes: Mapping[str, int]
-
-    def wire(self, count: float) -> float:
-        """Bytes that a rank sends, and receives, in a ring, if it hands in ``count``."""
-        if self.op == "all_gather":
-            return count * (self.ranks - 1)
-        return count * (self.ranks - 1) / self.ranks * (2 if self.op == "all_reduce" else 1)
-
-    def seconds(self, interconnect: Interconnect, tp: int = 1) -> float:
-        """Predicted, with the ranks of tensor parallelism next to each other in a node.
-
-        As many rings as the group has GPUs in a node run side by side, each over another GPU's network port.
-        """
-        i = interconnect
-        local = max(1, i.node // tp)
-        nodes = math.ceil(self.ranks / local)
-        bandwidth = i.link_bandwidth
-        if nodes > 1:
-            across = local * i.network_bandwidth
-            bandwidth = across if local == 1 else min(across, bandwidth)
-        hops = i.network_latency * (nodes - 1) + i.link_latency * (self.ranks - nodes)
-        rounds = 2 if self.op == "all_reduce" else 1
-        return i.launch + rounds * hops + self.wire(sum(self.bytes.values())) / bandwidth
 
 
 @dataclass(frozen=True)
@@ -177,12 +93,12 @@ class Sharded:
 
     def calls(self, float8: bool, training: bool = True, copies: Copies = "both") -> list[Call]:
         """The collectives of one step."""
-        ranks = self.world.fsdp
+        ranks, stride = self.world.fsdp, self.world.tp
         if ranks == 1:
             return []
         found: list[Call] = []
         if float8 and (amaxes := sum(map(_amaxes, self._converted()))):
-            found.append(Call("all_reduce", "amaxes", "", False, ranks, {"float32": 4 * amaxes}))
+            found.append(Call("all_reduce", "amaxes", "", False, ranks, {"float32": 4 * amaxes}, stride))
         for unit, params in self.units.items():
             if not params:
                 continue
@@ -190,14 +106,14 @@ class Sharded:
             for backward in (False, True)[: 1 + (training and again)]:
                 content = int(backward) if copies == "alternate" and again else None
                 sizes = _summed(self._gathered(p, content if float8 else None, float8) for p in params)
-                found.append(Call("all_gather", "weights", unit, backward, ranks, sizes))
+                found.append(Call("all_gather", "weights", unit, backward, ranks, sizes, stride))
             reduced = _summed(
                 [(_name(p.reduce_dtype), ranks * p.shard(ranks) * p.reduce_dtype.itemsize)]
                 for p in params
                 if p.trained and training
             )
             if reduced:
-                found.append(Call("reduce_scatter", "gradients", unit, True, ranks, reduced))
+                found.append(Call("reduce_scatter", "gradients", unit, True, ranks, reduced, stride))
         return found
 
     def _converted(self) -> list[_Parameter]:

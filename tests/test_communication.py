@@ -8,11 +8,14 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8fx
 from f8fx.cli import main
 from f8fx.communication import Call, Communication, World, predict
 from f8fx.demo.model import Decoder, DecoderConfig
+from f8fx.explain_show import wire_note
 from f8fx.explanation import Explanation
 from f8fx.interconnect import INTERCONNECTS
 from f8fx.options import Options
@@ -138,7 +141,7 @@ def test_seconds_are_bytes_over_the_narrowest_link_and_the_hops():
     h100 = INTERCONNECTS["h100"]
 
     def seconds(ranks: int, tp: int = 1, op: str = "all_gather") -> float:
-        return Call(op, "weights", "", False, ranks, {"bfloat16": 10**9}).seconds(h100, tp)  # type: ignore[arg-type]
+        return Call(op, "weights", "", False, ranks, {"bfloat16": 10**9}, tp).seconds(h100)  # type: ignore[arg-type]
 
     assert seconds(8) == pytest.approx(8.4e-6 + 7 * (3.4e-6 + 1e9 / 450e9))
     # two nodes: eight ports of 50 GB/s are narrower than NVLink
@@ -202,3 +205,82 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]):
     assert "each rank of 8" in capsys.readouterr().out
     assert main(["explain", spec, "--world", "many"]) == 2
     assert "world must be like 8, 8x4" in capsys.readouterr().err
+
+
+# -- tensor parallelism
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(32, 64, bias=False)})])
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return self.down(self.blocks[0]["up"](x).relu())
+
+
+def feed_forward():
+    with torch.device("meta"):
+        return FeedForward().bfloat16(), (torch.zeros(4, 16, 32, dtype=torch.bfloat16),)
+
+
+def split(model: nn.Module, mesh) -> None:
+    """Activations are shards of the sequence but between the two layers."""
+    plan = {
+        "blocks.0.up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh, plan)
+
+
+def test_what_tensor_parallelism_sends_is_counted():
+    """Of two ranks: the input in the forward, the output's gradient in the backward; two reduce-scatters."""
+    model, inputs = feed_forward()
+    before = {name: (type(p), p.shape) for name, p in model.named_parameters()}
+    e = f8fx.explain(model, *inputs, world="1x2", parallelize=split, select="all")
+    assert before == {name: (type(p), p.shape) for name, p in model.named_parameters()}
+    assert not torch.distributed.is_initialized()
+    assert [row.size for row in e.rows[:2]] == ["128 x 32 x 32", "128 x 32 x 32"]
+    activation = 2 * 64 * 32  # elements, whole; half of it is on the wire
+    assert e.communication is not None and sent(e.communication) == [
+        ("all_gather", "in the graph", "bfloat16", 2 * activation, 0),
+        ("all_gather", "in the graph", "float8_e4m3fn", 0, activation // 2),
+        ("all_gather", "in the graph", "float8_e5m2", 0, activation // 2),
+        # the output, and the gradient of the input where that has one
+        ("reduce_scatter", "in the graph", "bfloat16", activation, activation),
+        # an amax each, 4 bytes twice half of which is sent
+        ("all_reduce", "amaxes", "int32", 0, 2 * 4),
+    ]
+    assert "is not in it" not in wire_note(e.communication)
+    both = f8fx.explain(model, *inputs, world="8x2", parallelize=split, select="all").communication
+    assert both is not None and {row[:3] for row in both.rows} >= {
+        ("all_gather", "weights", "bfloat16"),
+        ("all_gather", "in the graph", "bfloat16"),
+    }
+    # up is split by rows, down by columns, and sharded over rows by FSDP2
+    assert {g.fqn: g.shape for g in both.gathers} == {
+        "blocks.0.up.weight": (32, 32),
+        "down.weight": (32, 32),
+    }
+
+
+def test_without_a_plan_it_says_that_it_is_not_counted():
+    model, inputs = feed_forward()
+    c = f8fx.explain(model, *inputs, world="8x2", select="all").communication
+    assert c is not None and not c.graphs_counted and "is not in it" in wire_note(c)
+
+
+def test_plans_that_cannot_be():
+    model, inputs = feed_forward()
+    for world in (None, 8):
+        with pytest.raises(ValueError, match="ranks of tensor parallelism"):
+            f8fx.explain(model, *inputs, world=world, parallelize=split)
+    command = ["explain", f"{__name__}:feed_forward", "--parallelize", f"{__name__}:split"]
+    assert main([*command, "--world", "8"]) == 2
+
+
+def test_a_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]):
+    command = ["explain", f"{__name__}:feed_forward", "--parallelize", f"{__name__}:split", "--world", "4x2"]
+    assert main([*command, "--select", "all"]) == 0
+    assert "in the graph" in capsys.readouterr().out

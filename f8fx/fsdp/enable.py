@@ -67,8 +67,10 @@ def enable_float8_all_gather(
         filter_fqns: parameters whose module name contains one of these stay as they are.
         only_fqns: if given, only parameters whose module name contains one of these are converted.
         wire: what float8 travels as. ``"auto"``: float8 with NCCL, else bytes, since gloo takes no float8.
-        scales: ``"forward"``: when a forward begins. ``"manual"``: when :func:`precompute_scales` is called,
-            once for several forwards with gradient accumulation; a forgotten call is an error.
+        scales: when amaxes are taken. ``"forward"``: when a forward begins, whoever changed weights. ``"step"``: when the
+            first forward after an optimizer's step or ``load_state_dict`` begins, once for several forwards with
+            gradient accumulation; all ranks must step alike. ``"manual"``: when :func:`precompute_scales` is
+            called. With the latter two, a change that they do not see is an error where f8fx can see it.
         copies: for recipes whose backward reads a weight in another format than the forward (the rowwise
             ones). ``"both"``: every gather carries both copies, as many bytes as in bf16; nothing is cast on
             arrival. ``"alternate"``: the forward's gather carries the forward's copy and the backward's the
@@ -87,8 +89,8 @@ def enable_float8_all_gather(
     options = Options.parse({"recipe": recipe, "filter_fqns": filter_fqns, "only_fqns": only_fqns})
     if wire not in ("auto", "uint8", "float8"):
         raise ValueError(f"wire must be 'auto', 'uint8' or 'float8', got {wire!r}")
-    if scales not in ("forward", "manual"):
-        raise ValueError(f"scales must be 'forward' or 'manual', got {scales!r}")
+    if scales not in ("forward", "step", "manual"):
+        raise ValueError(f"scales must be 'forward', 'step' or 'manual', got {scales!r}")
     if copies not in ("both", "alternate"):
         raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
     manager = Scales(model, scales)
@@ -111,8 +113,8 @@ def enable_float8_all_gather(
 def precompute_scales(model: nn.Module) -> None:
     """Takes the amaxes of all weights gathered in float8 now: one all-reduce, to be called on all ranks.
 
-    Needed with ``scales="manual"`` only, after ``optimizer.step()`` and any other change of the weights; with
-    ``scales="forward"`` the next forward does it anyway.
+    Needed with ``scales="manual"`` after ``optimizer.step()`` and any other change of the weights, with
+    ``scales="step"`` after other changes only; with ``scales="forward"`` the next forward does it anyway.
 
     Args:
         model: one that :func:`enable_float8_all_gather` was called on, or that holds such, after
@@ -321,6 +323,7 @@ class _LoadWrapped:
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any
     ) -> None:
+        self.weight.manager.loaded()
         key = prefix + self.name
         value = state_dict.get(key)
         if not metadata.get("assign_to_params_buffers", False) or not isinstance(value, Tensor):

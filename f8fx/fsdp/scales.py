@@ -9,14 +9,22 @@ NaN wins, as it does on one device.
 **When.** A scale is good for as long as the weights stay as they are, and who changes weights does not
 always say so: an optimizer, ``load_state_dict``, ``p.data.add_``, a hand-written kernel. Worse, ranks must
 agree whether to reduce again, and one of them alone cannot know (a row zeroed by the rank that owns it
-changes one shard). So nothing is inferred: amaxes are taken anew
+changes one shard). To ask the others whether to skip a reduction is a collective as small as the
+reduction, and one whose answer the host has to wait for. So by default (``"forward"``) nothing is inferred: amaxes
+are taken anew
 
 * whenever the model's forward begins: a hook on the model passed to ``enable_float8_all_gather``;
 * whenever FSDP2 gathers outside of a forward and a backward (``model.unshard()``, a call of a submodule).
 
 The gathers of the backward, those of checkpointing included, use the scales of the last forward: weights do
 not change between the two, and where they are seen to, that is an error. What this costs is one read of the local shards and one small all-reduce a forward;
-with gradient accumulation that is more often than needed, and ``scales="manual"`` leaves it to the user.
+with gradient accumulation that is more often than needed.
+
+``"step"`` takes them at these points only if an optimizer has stepped or a state dict was loaded since the last time. No
+rank asks another: it is right where all ranks make the same calls, as training loops do, and hangs, until the process group's
+timeout, where one steps alone. Changes in other ways are an error where they can be seen (through operators on the parameter,
+or by ``_version``) and otherwise a scale that is not the amax's, which is why it is not the default. ``"manual"``
+leaves all to the user.
 """
 
 from __future__ import annotations
@@ -44,11 +52,12 @@ from f8fx.torch_private import (
 )
 
 from .formats import Format, Layout
+from .steps import optimizer_steps
 
 if TYPE_CHECKING:
     from .shard import Float8Shard
 
-Mode = Literal["forward", "manual"]
+Mode = Literal["forward", "step", "manual"]
 
 
 @dataclass(eq=False)
@@ -182,7 +191,7 @@ class Scales:
 
     Args:
         model: what holds the weights.
-        mode: ``"forward"``, or ``"manual"``: only when :meth:`refresh` is called.
+        mode: ``"forward"``, ``"step"``, or ``"manual"``: only when :meth:`refresh` is called.
     """
 
     def __init__(self, model: nn.Module, mode: Mode) -> None:
@@ -192,6 +201,9 @@ class Scales:
         self.lost: set[WeightScales] = set()
         self.depth = 0  # of forwards of the model that are running
         self.fresh = False  # taken for gathers outside a forward that have not arrived yet
+        self.steps: int | None = None  # that optimizers had made when they were last taken
+        if mode == "step":
+            optimizer_steps()  # counts from now on
 
     # -- events
 
@@ -199,9 +211,17 @@ class Scales:
         """The model's forward begins."""
         self.fresh = False
         recomputed = in_backward() and all(weight.reduced for weight in self.weights)
-        if self.mode == "forward" and not recomputed and self.depth == 0:
+        if self.due() and not recomputed and self.depth == 0:
             self.refresh()
         self.depth += 1
+
+    def due(self) -> bool:
+        """Whether amaxes are to be taken where that is possible."""
+        return self.mode == "forward" or (self.mode == "step" and self.steps != optimizer_steps())
+
+    def loaded(self) -> None:
+        """A state dict was loaded."""
+        self.steps = None
 
     def end_forward(self) -> None:
         """The model's forward has ended, also by an exception."""
@@ -215,10 +235,13 @@ class Scales:
         """Makes sure, just before a gather, that the weight's amaxes are those of now.
 
         Raises:
-            RuntimeError: with ``mode="manual"``, if they are not; and in a backward, if the weight was changed
-                since the last forward.
+            RuntimeError: with another ``mode`` than ``"forward"``, if they are seen not to be; and in a backward,
+                if the weight was changed since the last forward.
         """
-        if self.mode == "manual":
+        if self.depth == 0 and not in_backward() and not self.fresh and self.due():
+            self.refresh()
+            self.fresh = True
+        elif self.mode != "forward":
             self._check(weight, shard)
         elif in_backward() and weight.version not in (None, weight.version_now(shard)):
             raise RuntimeError(
@@ -226,23 +249,23 @@ class Scales:
                 "the last forward. Run the backward before changing weights (an evaluation with averaged "
                 "weights in between changes them, too)"
             )
-        elif self.depth == 0 and not in_backward() and not self.fresh:
-            self.refresh()
-            self.fresh = True
         if weight.reduced is None or weight.mesh is None or _ranks(weight.mesh) != _ranks(mesh):
             self._reduce([(weight, shard, mesh)])
         weight.mesh = mesh
 
     def _check(self, weight: WeightScales, shard: Float8Shard) -> None:
         if weight.reduced is None:
+            if self.mode == "step":
+                return  # its mesh was not known before this gather
             problem = "has no scale yet"
         elif weight.version != weight.version_now(shard):
             problem = "was changed since its scale was computed"
         else:
             return
+        besides = "" if self.mode == "manual" else ", other than by an optimizer or load_state_dict"
         raise RuntimeError(
-            f'f8fx.fsdp: {weight.fqn!r} {problem}. With scales="manual" call '
-            "f8fx.fsdp.precompute_scales(model) on all ranks after every change of the weights"
+            f'f8fx.fsdp: {weight.fqn!r} {problem}. With scales="{self.mode}" call '
+            f"f8fx.fsdp.precompute_scales(model) on all ranks after every change of the weights{besides}"
         )
 
     # -- the amaxes
@@ -250,6 +273,7 @@ class Scales:
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes the amaxes of all weights: one all-reduce for each mesh that weights are sharded over."""
+        self.steps = optimizer_steps() if self.mode == "step" else None
         jobs = []
         for weight in self.weights:
             shard = weight.shard()
@@ -291,10 +315,27 @@ class Scales:
                 start += parts[-1].numel()
         vector = torch.cat(parts).to(mesh.device_type)
         if mesh.size() > 1:
-            dist.all_reduce(vector.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
+            _maximum(vector, mesh, len(jobs))
         reduced = _Reduced(vector, places)
         for weight, shard, _ in jobs:
             weight.reduced, weight.mesh, weight.version = reduced, mesh, weight.version_now(shard)
+
+
+def _maximum(amaxes: Tensor, mesh: DeviceMesh, weights: int) -> None:
+    """The largest of all ranks' amaxes, in place.
+
+    Raises:
+        RuntimeError: if the collective fails, as gloo's do where a rank died or did not come in time. NCCL's
+            run on the device: there its watchdog ends the process.
+    """
+    try:
+        dist.all_reduce(amaxes.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"f8fx.fsdp: the all-reduce of the amaxes of {weights} weights over ranks {list(_ranks(mesh))} failed. A "
+            "rank has died, has not come within the process group's timeout, or is at another collective: "
+            "every rank must begin the same forwards"
+        ) from error
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from .aot import (
     min_cut_partition,
 )
 from .distributed import (
+    fake_store,
     group_backend,
     group_backends,
     group_rank,
@@ -99,6 +100,7 @@ __all__ = [
     "eager_backward_lowering",
     "express_min_max_as_where",
     "fake_like",
+    "fake_store",
     "fake_tensor_mode",
     "fsdp_group_of",
     "group_backend",

@@ -9,6 +9,13 @@ import torch
 from torch import fx
 
 
+def fake_store() -> Any:
+    """For ``init_process_group("fake", ...)``: ranks that only exist on paper (``fake_pg``, which adds that backend)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def process_group(group: Any) -> Any:
     """The process group that a collective in a graph names; ``None`` where this process has none such.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import f8fx
 from f8fx.fsdp import enable_float8_all_gather
+from f8fx.torch_private import storage_key
 from tests.helpers import Block, bf16
 
 DIM, HIDDEN = 64, 96
@@ -124,55 +123,21 @@ def names(decisions: Sequence[Any]) -> dict[str, str]:
     return {decision.fqn: decision.reason for decision in decisions}
 
 
-@dataclass(frozen=True)
-class Sent:
-    """One collective call: its name, and what this rank put in."""
-
-    op: str
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-#: torch 2.13 has new names for the first two
-_COLLECTIVES = {
-    "all_gather_single": 1,
-    "all_gather_into_tensor": 1,
-    "reduce_scatter_single": 1,
-    "reduce_scatter_tensor": 1,
-    "all_reduce": 0,
-}
+def saved_bytes(y: Tensor, model: nn.Module) -> int:
+    """Bytes that compiled graphs keep for the backward, beside parameters and what FSDP2 has freed."""
+    own = {storage_key(_local(parameter)) for parameter in model.parameters()}
+    pending, seen, kept = [y.grad_fn], set(), {}
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [source for source, _ in node.next_functions]
+        for tensor in node.saved_tensors if "CompiledFunction" in type(node).__name__ else ():
+            if storage_key(tensor) not in own:
+                kept[storage_key(tensor)] = tensor.untyped_storage().size()
+    return sum(kept.values())
 
 
-@contextmanager
-def collectives() -> Iterator[list[Sent]]:
-    """What is really handed to torch.distributed inside the block, in order."""
-    seen: list[Sent] = []
-    inside: list[str] = []
-
-    def watched(name: str, call: Any, position: int) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not inside:
-                tensor = (
-                    args[position]
-                    if len(args) > position
-                    else kwargs.get("input_tensor", kwargs.get("input"))
-                )
-                seen.append(Sent(name.replace("single", "into_tensor"), tensor.dtype, tensor.numel()))
-            inside.append(name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                inside.pop()
-
-        return wrapper
-
-    with ExitStack() as stack:
-        for name, position in _COLLECTIVES.items():
-            call = getattr(dist, name, None)
-            if call is not None:
-                stack.enter_context(mock.patch.object(dist, name, watched(name, call, position)))
-        yield seen
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from f8fx.communication import Sharded, World
 from f8fx.options import Options
 from tests.distributed.harness import run_checks
-from tests.distributed.models import Net, Setup, batch, collectives, loss_of, world_mesh
+from tests.distributed.models import Net, Setup, batch, loss_of, world_mesh
+from tests.distributed.sent import collectives
 from tests.helpers import bf16
 
 NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}

@@ -13,7 +13,7 @@ from torch import nn
 
 from f8fx import f8fx, recording
 from tests.distributed.examples import collectives as examples
-from tests.distributed.ranks import outcome_fixture
+from tests.distributed.harness import outcome_fixture
 from tests.helpers import bf16, randn, sqnr
 
 

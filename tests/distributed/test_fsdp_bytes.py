@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
 from tests.distributed.harness import run_checks
-from tests.distributed.models import Setup, assert_same, batch, collectives, loss_of, train, whole, world_mesh
+from tests.distributed.models import Setup, assert_same, batch, loss_of, train, whole, world_mesh
+from tests.distributed.sent import collectives
 from tests.helpers import bf16
 
 
@@ -289,6 +290,42 @@ def manual_scales():
     assert_same(*results)
 
 
+def one_reduction_a_step():
+    """However many forwards there are, with nothing to call; and what no optimizer did is an error."""
+    rank, results = dist.get_rank(), []
+    for float8 in (False, True):
+        model = Setup("tensorwise", world_mesh(), float8, enable={"scales": "step"} if float8 else {}).build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        counts = []
+        for step in range(3):
+            with collectives() as sent:
+                for part in range(2):
+                    loss_of(model(batch(2 * step + part, rank))).backward()
+                with torch.no_grad():
+                    model(batch(7))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                model.load_state_dict({n: t * 0.5 for n, t in model.state_dict().items()})
+            counts.append(sum(c.op == "all_reduce" for c in sent))
+        # the optimizer's own step, in fused form, is seen by no version counter
+        assert counts == [int(float8)] * 3, counts
+        with torch.no_grad():
+            results.append({"after a load": model(batch(0)).detach()})
+        results[-1] |= {name: whole(p) for name, p in model.named_parameters()}
+        with torch.no_grad():
+            model.blocks[0].gate.weight.mul_(2)
+        if float8:
+            text = 'With scales="step" call f8fx.fsdp.precompute_scales'
+            _raises(text, lambda model=model: model(batch(0)))
+            model = Setup("tensorwise", world_mesh(), True, enable={"scales": "step"}).build()
+            with torch.no_grad():
+                model.blocks[0].gate.weight.mul_(2)
+                precompute_scales(model)
+                model(batch(0))
+    assert_same(*results)
+
+
 def _raises(text, call):
     try:
         call()
@@ -338,6 +375,7 @@ def test_two_ranks():
             scales_are_never_stale,
             changed_before_the_backward,
             manual_scales,
+            one_reduction_a_step,
             ranks_that_differ_all_raise,
             optimizers_and_copies_are_plain,
         ],

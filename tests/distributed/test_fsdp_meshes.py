@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import f8fx
 from f8fx.fsdp import enable_float8_all_gather
 from tests.distributed.harness import run_checks
-from tests.distributed.models import OPTIONS, Net, Setup, assert_same, batch, collectives, train, world_mesh
+from tests.distributed.models import OPTIONS, Net, Setup, assert_same, batch, train, world_mesh
+from tests.distributed.sent import collectives
 from tests.helpers import bf16
 
 
@@ -60,6 +62,9 @@ def tensor_parallel(float8: bool, recipe: str) -> Net:
         block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe, "debug": False})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
+    # split by rows over both dimensions, or by columns over one and rows over the other
+    gate, down = (getattr(model.blocks[0], name).weight.placements for name in ("gate", "down"))
+    assert gate == (_StridedShard(0, split_factor=2), Shard(0)) and down == (Shard(0), Shard(1))
     model.data_rank = mesh["dp"].get_local_rank()  # type: ignore[assignment]
     return model
 

@@ -21,12 +21,13 @@ from tests.distributed.models import (
     Setup,
     assert_same,
     batch,
-    collectives,
     loss_of,
+    saved_bytes,
     train,
     whole,
     world_mesh,
 )
+from tests.distributed.sent import InGraph, collectives
 from tests.helpers import bf16
 
 
@@ -194,30 +195,66 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+def checkpointed(float8: bool, inside: bool | None, **options: Any) -> Net:
+    """The net with checkpointed blocks, inside the compiled graphs or around them, or (``None``) not."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Net().to(bf16)
+    if float8:
+        enable_float8_all_gather(model, filter_fqns=["head"])
+    for index, block in enumerate(model.blocks):
+        wrapped = block if inside is None else Checkpointed(block)
+        (wrapped if inside else block).compile(backend=f8fx.f8fx, options={**OPTIONS, **options})
+        fully_shard(wrapped, mesh=world_mesh())
+        model.blocks[index] = wrapped
+    return fully_shard(model, mesh=world_mesh())
+
+
 def checkpointing():
     """Inside the compiled graph, and around it; each with one amax reduction a forward."""
     for inside in (True, False):
         results = []
         for float8 in (False, True):
-            torch.manual_seed(0)
-            torch._dynamo.reset()
-            model = Net().to(bf16)
-            if float8:
-                enable_float8_all_gather(model, filter_fqns=["head"])
-            for index, block in enumerate(model.blocks):
-                if not inside:
-                    block.compile(backend=f8fx.f8fx, options=OPTIONS)
-                wrapped = Checkpointed(block)
-                if inside:
-                    wrapped.compile(backend=f8fx.f8fx, options=OPTIONS)
-                fully_shard(wrapped, mesh=world_mesh())
-                model.blocks[index] = wrapped
-            fully_shard(model, mesh=world_mesh())
+            model = checkpointed(float8, inside)
             with collectives() as sent:
                 results.append(train(model, 3))
             reductions = [call for call in sent if call.op == "all_reduce"]
             assert len(reductions) == (3 if float8 else 0), (inside, reductions)
         assert_same(*results, f"inside={inside}")
+
+
+class Amaxes(InGraph):
+    """Counts amaxes that graphs take."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.f8fx.amax.default
+        return func(*args, **(kwargs or {}))
+
+
+def checkpointing_saves_what_bf16_saves():
+    """No more bytes than bf16's graph, but for one number a weight; amaxes of weights and gradients are taken once.
+
+    The number is the inverse of the weight's scale: to the partitioner as dear as the scale, which it could have for nothing.
+    What a region recomputes is cast again, and so the amaxes of its two inputs of gemms are taken again, to save no more.
+    """
+    saved, amaxes = {}, {}
+    for inside in (True, None):
+        model = checkpointed(False, inside, only_fqns=["none"])
+        saved["bf16", inside] = saved_bytes(model(batch(0)), model)
+        model = checkpointed(True, inside)
+        y = model(batch(0))
+        saved["float8", inside] = saved_bytes(y, model)
+        loss_of(y).backward()
+        with Amaxes() as counted:
+            loss_of(model(batch(0))).backward()
+        amaxes[inside] = counted.count
+    assert saved["bf16", True] < saved["bf16", None]
+    assert saved["float8", True] <= saved["bf16", True] + 4 * 6, saved
+    assert saved["float8", None] < saved["bf16", None], saved
+    # two inputs and three gradients a block: gate and up share theirs
+    assert amaxes == {None: 2 * 5, True: 2 * (5 + 2)}, amaxes
 
 
 def test_two_ranks():
@@ -232,6 +269,7 @@ def test_two_ranks():
             frozen,
             tied,
             checkpointing,
+            checkpointing_saves_what_bf16_saves,
             checkpointing_of_the_whole_model,
             not_a_number,
         ],

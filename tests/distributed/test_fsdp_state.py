@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import tempfile
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ from tests.distributed.models import (
     Setup,
     assert_same,
     batch,
-    collectives,
     loss_of,
     train,
     whole,
     world_mesh,
 )
+from tests.distributed.sent import collectives
 from tests.helpers import bf16
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -175,12 +175,7 @@ def checkpoint_is_resumed():
     assert_same(resume(folder[0], float8=False), end, "without float8 gathers")
 
 
-def saved_by_two():
-    save(os.environ["F8FX_TEST_FOLDER"])
-
-
-def resumed_by_others():
-    folder = os.environ["F8FX_TEST_FOLDER"]
+def resumed_by_others(folder: str):
     float8 = resume(folder)
     assert_same(float8, resume(folder, float8=False), "without float8 gathers")
     if dist.get_world_size() == 1:
@@ -203,9 +198,8 @@ def test_two_ranks():
     )
 
 
-def test_another_world_size_resumes(tmp_path, monkeypatch):
+def test_another_world_size_resumes(tmp_path):
     """Saved by two ranks, resumed by three and by one: shards of other sizes, the same weights."""
-    monkeypatch.setenv("F8FX_TEST_FOLDER", str(tmp_path))
-    run_checks(2, [saved_by_two])
-    run_checks(3, [resumed_by_others])
-    run_checks(1, [resumed_by_others])
+    run_checks(2, [partial(save, str(tmp_path))])
+    run_checks(3, [partial(resumed_by_others, str(tmp_path))])
+    run_checks(1, [partial(resumed_by_others, str(tmp_path))])

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from f8fx import recording
-from tests.distributed.ranks import Sent, outcome_fixture, simple_fsdp
+from tests.distributed.harness import outcome_fixture
+from tests.distributed.sent import InGraph
+from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import Block, bf16, compiled, randn
 
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 1e-3), "AdamW": lambda p: torch.optim.AdamW(p, 1e-3)}
@@ -48,20 +50,24 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def trained(model, optimizer="SGD", steps=5, seed=0, **options):
-    """Outputs and gradients of every step, and the weights after the last."""
+def trained(model, steps=5, seed=0, optimizers=("SGD",), **options):
+    """Outputs and gradients of every step, and the weights after the last; with each optimizer from the start."""
     step = compiled(model, **options)
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = {}
-    for index in range(steps):
-        x = randn(2, 16, 128, seed=100 * seed + index)
-        y = step(x)
-        y.backward(randn(2, 16, 51, grad=False, seed=1000 + 100 * seed + index))
-        found |= {f"output {index}": y.detach(), f"input grad {index}": x.grad}
-        found |= {f"{n} grad {index}": full(p.grad) for n, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | {n: full(p.detach()) for n, p in model.named_parameters()}
+    for name in optimizers:
+        model.load_state_dict(start)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for index in range(steps):
+            x = randn(2, 16, 128, seed=100 * seed + index)
+            y = step(x)
+            y.backward(randn(2, 16, 51, grad=False, seed=1000 + 100 * seed + index))
+            found |= {f"{name} output {index}": y.detach(), f"{name} input grad {index}": x.grad}
+            found |= {f"{name} {n} grad {index}": full(p.grad) for n, p in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+        found |= {f"{name} {n}": full(p.detach()).clone() for n, p in model.named_parameters()}
+    return found
 
 
 def assert_same(found, wanted):
@@ -71,27 +77,20 @@ def assert_same(found, wanted):
         assert torch.equal(value, wanted[name]), name
 
 
-def compare(recipe, optimizer):
+def compare(recipe):
     """float8 gathers == bf16 gathers == one process, to the bit. The same data on all ranks: means are exact."""
-    found = trained(sharded(), optimizer, recipe=recipe)
-    assert_same(found, trained(sharded(), optimizer, recipe=recipe, wire="off"))
-    assert_same(found, trained(Net(), optimizer, recipe=recipe))
+    options = {"recipe": recipe, "optimizers": tuple(OPTIMIZERS)}
+    found = trained(sharded(), **options)
+    assert_same(found, trained(sharded(), wire="off", **options))
+    assert_same(found, trained(Net(), **options))
 
 
-def check_tensorwise_sgd():
-    compare("tensorwise", "SGD")
+def check_tensorwise():
+    compare("tensorwise")
 
 
-def check_tensorwise_adamw():
-    compare("tensorwise", "AdamW")
-
-
-def check_rowwise_sgd():
-    compare("rowwise", "SGD")
-
-
-def check_rowwise_adamw():
-    compare("rowwise", "AdamW")
+def check_rowwise():
+    compare("rowwise")
 
 
 def compare_gathers(steps=1, moved=None, **kwargs):
@@ -145,7 +144,7 @@ def check_bytes_sent():
         model = sharded()
         step = compiled(model, wire=wire)
         for _ in range(2):  # the second one compiles nothing
-            with Sent() as sent[wire]:
+            with InGraph() as sent[wire]:
                 step(randn(2, 16, 128)).sum().backward()
     weights = 3 * 128 * 192 + 52 * 128  # the head has 51 rows, padded to 52
     norm_and_bias = 2 * 128
@@ -165,7 +164,7 @@ def check_bytes_sent_under_checkpointing():
     model = sharded(reshard=True)
     step = compiled(model)
     for _ in range(2):
-        with Sent() as sent:
+        with InGraph() as sent:
             step(randn(2, 16, 128)).sum().backward()
     assert sent.calls["all_reduce", torch.int32] == 1
     assert sent.calls["all_gather_into_tensor", torch.uint8] == 8

@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -17,9 +17,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from f8fx import recording
-from tests.distributed.ranks import Sent, outcome_fixture, simple_fsdp
+from f8fx import explain, recording
+from tests.distributed.harness import outcome_fixture
+from tests.distributed.sent import InGraph
+from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled, randn
 
 
@@ -174,7 +177,7 @@ def check_bytes_sent():
     for wire in ("off", "auto"):
         step = compiled(parallel(Net(), tp_mesh()), wire=wire)
         for _ in range(2):
-            with Sent() as sent[wire]:
+            with InGraph() as sent[wire]:
                 step(randn(2, 16, 64)).sum().backward()
     before, after = sent["off"], sent["auto"]
     half = before.bytes["all_gather_into_tensor", bf16] // 2
@@ -182,6 +185,22 @@ def check_bytes_sent():
     assert ("all_gather_into_tensor", bf16) not in after.bytes
     # the activation of one layer depends on that of the one before: a reduction each
     assert after.calls["all_reduce", torch.int32] == 4
+    # what `explain` reads off the graphs is what is sent; of a gather it counts what a rank hands in
+    explained = explain(
+        parallel(Net(), tp_mesh()), randn(2, 16, 64), target="cpu", select="all"
+    ).communication
+    for side, sent_bytes in ((explained.high, before.bytes), (explained.float8, after.bytes)):
+        counted = {(s.op, s.dtype): s.input_bytes for s in side}
+        assert counted == {
+            (name.split("_into")[0].split("_tensor")[0], str(dtype).split(".")[1]): size * _handed_in(name)
+            for (name, dtype), size in sent_bytes.items()
+        }
+
+
+def _handed_in(collective):
+    """Bytes that a rank hands in, relative to those it gets."""
+    ranks = dist.get_world_size()
+    return {"all_gather_into_tensor": 1 / ranks, "reduce_scatter_tensor": ranks}.get(collective, 1)
 
 
 CHECKS = [value for name, value in dict(globals()).items() if name.startswith("check_")]
@@ -262,7 +281,50 @@ def check_weights_over_both_dimensions():
     assert_same(found, outcome(wire="off")[0])
 
 
+class Strided(nn.Module):
+    """A weight split over ``tp`` first and each part over ``dp``, as FSDP shards what is tensor parallel."""
+
+    def __init__(self, rows, over_tp):
+        super().__init__()
+        mesh = meshes()
+        self.whole = randn(rows, 64, grad=False, seed=3)
+        part = self.whole.chunk(2)[mesh.get_local_rank("tp")]
+        shard = part.chunk(2)[mesh.get_local_rank("dp")]
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        sizes = {"shape": self.whole.shape, "stride": self.whole.stride()}
+        self.weight = nn.Parameter(DTensor.from_local(shard, mesh, placements, run_check=False, **sizes))
+        self.target = [Replicate(), Replicate() if over_tp else Shard(0)]
+        self.grads = [Partial("avg"), Partial("sum") if over_tp else Shard(0)]
+        self.part = self.whole if over_tp else part
+
+    def forward(self, x):
+        gathered = self.weight.redistribute(placements=self.target)
+        return F.linear(x, gathered.to_local(grad_placements=self.grads))
+
+
+def check_strided_shards():
+    """Gathered over ``dp`` or over both, even and uneven: the rows in order, the bits of bf16 gathers."""
+    cases = [(rows, over_tp, "tensorwise") for rows in (96, 42) for over_tp in (False, True)]
+    for rows, over_tp, recipe in (*cases, (96, True, "rowwise")):
+        results = []
+        x = randn(16, 64, seed=dist.get_rank(), grad=recipe == "tensorwise")
+        for wire in ("auto", "off"):
+            model = Strided(rows, over_tp)
+            with recording() as reports, torch.set_grad_enabled(recipe == "tensorwise"):
+                y = compiled(model, wire=wire, recipe=recipe)(x)
+            results.append({"output": y.detach()})
+            if recipe == "tensorwise":
+                y.backward(randn(*y.shape, grad=False, seed=9))
+                results[-1]["weight"] = local(model.weight.grad)
+            moved = [gather.moved for gather in reports[0].gathers]
+            assert moved == [wire == "auto"] * (1 + over_tp), reports[0].gathers
+        assert_same(*results)
+        alone = compiled(F.linear, recipe=recipe)(x, model.part)
+        assert torch.equal(results[0]["output"], alone), (rows, over_tp, recipe)
+
+
 MESH_CHECKS = [
+    check_strided_shards,
     check_weights_over_one_dimension_and_activations_over_the_other,
     check_weights_over_both_dimensions,
 ]

@@ -851,17 +851,17 @@ def test_stays_when_readers_round_differently():
     assert text.count(GATHER) == 2
 
 
-def by_hand(fn, *shapes):
+def by_hand(fn, *shapes, trace=None):
     """The graph of a function that calls the operators of the IR, as if passes had put them there."""
-    graph = graph_of(fn, *shapes)
+    graph = trace(*shapes) if trace else graph_of(fn, *shapes)
     for node in graph.nodes:
         if node.target in ops.ALL:
             node.meta["f8fx"] = Provenance(node.name, "", "output", "test")
     return graph
 
 
-def assert_stays_by_hand(reason, fn, *shapes):
-    graph = by_hand(fn, *shapes)
+def assert_stays_by_hand(reason, fn, *shapes, trace=None):
+    graph = by_hand(fn, *shapes, trace=trace)
     before = describe(graph)
     assert [(d.reason, d.detail) for d in Collectives()(graph)] == [reason]
     assert describe(graph) == before
@@ -950,6 +950,40 @@ def test_stays_when_float8_has_no_fewer_bytes():
         return x @ gather(w, size=1).t()
 
     assert_stays(("would save no bytes", "8 as it is, 12 in float8"), f, (16, 4), (1, 4))
+
+
+def test_stays_when_what_is_gathered_is_no_float_or_float8_already():
+    def f(x, dtype):
+        return gather(x.to(dtype))
+
+    assert_stays_by_hand(("already float8", ""), lambda x: f(x, torch.float8_e4m3fn), (16, 64))
+    assert_stays_by_hand(("no floating-point tensor", ""), lambda x: f(x, torch.int64), (16, 64))
+
+
+def test_stays_when_a_scaled_dimension_lies_between_others():
+    """[2, 3, 16] in each shard, a scale for each column of three."""
+
+    def f(x):
+        columns = gather(x).permute(0, 2, 1).reshape(-1, 3)
+        scale = ops.scale(ops.amax(columns, 1), dtype=torch.float8_e4m3fn)
+        return ops.quantize(columns, scale, dtype=torch.float8_e4m3fn, dim=1)
+
+    reason = "the dimension that is scaled is neither the outer nor the inner one of the shard"
+    assert_stays_by_hand((reason, ""), f, (2, 3, 16))
+
+
+def test_stays_when_rowwise_scales_have_dynamic_sizes():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def f(x):
+        whole = gather(x)
+        scale = ops.scale(ops.amax(whole, 1), dtype=torch.float8_e4m3fn)
+        return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn, dim=1)
+
+    def traced(*shapes):
+        return make_fx(f, tracing_mode="symbolic")(torch.zeros(*shapes[0], dtype=bf16)).graph
+
+    assert_stays_by_hand(("rowwise scales of dynamic sizes", ""), f, (16, 64), trace=traced)
 
 
 def test_stays_when_a_view_cuts_across_the_scaled_dimension():

@@ -1,0 +1,172 @@
+"""One rank's collectives, and their bytes and seconds on the wire: of graphs here, of FSDP2's hooks in
+:mod:`f8fx.communication`.
+
+**Bytes on the wire** are those of a ring of N ranks, of which each sends as much as it receives, for a tensor of B
+bytes: ``B (N - 1) / N`` for an all-gather (B: what comes out) and a reduce-scatter (B: what goes in), twice that for
+an all-reduce. **Seconds** are these bytes at line rate plus the hops' latency, one collective after the other: what the wire
+needs at least, of which overlap with computation hides a part. Predicted, not measured; NCCL leaves rings for other
+algorithms where latency counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch import fx
+
+from .interconnect import Interconnect
+from .torch_private import process_group, size_hint
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+#: What a collective carries that stands in a compiled graph: an activation or its gradient, or a weight that is
+#: gathered there.
+IN_GRAPH = "in the graph"
+
+
+_OPS: Mapping[str, Op] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """The mesh: ranks that FSDP2 shards over, times ranks that tensor parallelism splits over."""
+
+    fsdp: int
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("fsdp", self.fsdp), ("tp", self.tp)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"world: {name} must be a whole number of at least 1, got {size!r}")
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.fsdp * self.tp
+
+    def __str__(self) -> str:
+        return f"{self.fsdp} x {self.tp} (FSDP x TP)" if self.tp > 1 else str(self.fsdp)
+
+    @staticmethod
+    def parse(world: World | int | str) -> World:
+        """From ``8``, ``"8"``, ``"8x4"`` or ``"fsdp=8,tp=4"``.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if isinstance(world, World):
+            return world
+        if isinstance(world, int):
+            return World(world)
+        text = str(world).replace(" ", "")
+        if found := re.fullmatch(r"(\d+)(?:x(\d+))?", text):
+            return World(int(found[1]), int(found[2] or 1))
+        if found := re.fullmatch(r"fsdp=(\d+)(?:,tp=(\d+))?", text):
+            return World(int(found[1]), int(found[2] or 1))
+        raise ValueError(f"world must be like 8, 8x4 (FSDP x TP) or fsdp=8,tp=4, got {world!r}")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, seen from one rank.
+
+    Attributes:
+        op: which.
+        what: ``weights``, ``gradients`` or ``amaxes`` of FSDP2, or :data:`IN_GRAPH`.
+        unit: the wrapped module, "" for the root.
+        backward: whether it belongs to the backward.
+        ranks: of its group.
+        bytes: what the rank hands in, by dtype; different dtypes travel together.
+        stride: between the ranks of the group: 1 where they are next to each other.
+    """
+
+    op: Op
+    what: str
+    unit: str
+    backward: bool
+    ranks: int
+    bytes: Mapping[str, int]
+    stride: int = 1
+
+    def wire(self, count: float) -> float:
+        """Bytes that a rank sends, and receives, in a ring, if it hands in ``count``."""
+        if self.op == "all_gather":
+            return count * (self.ranks - 1)
+        return count * (self.ranks - 1) / self.ranks * (2 if self.op == "all_reduce" else 1)
+
+    def seconds(self, interconnect: Interconnect) -> float:
+        """Predicted.
+
+        As many rings as the group has GPUs in a node run side by side, each over another GPU's network port.
+        """
+        i = interconnect
+        local = max(1, i.node // self.stride)
+        nodes = math.ceil(self.ranks / local)
+        bandwidth = i.link_bandwidth
+        if nodes > 1:
+            across = local * i.network_bandwidth
+            bandwidth = across if local == 1 else min(across, bandwidth)
+        hops = i.network_latency * (nodes - 1) + i.link_latency * (self.ranks - nodes)
+        rounds = 2 if self.op == "all_reduce" else 1
+        return i.launch + rounds * hops + self.wire(sum(self.bytes.values())) / bandwidth
+
+
+@dataclass(frozen=True)
+class Sent:
+    """All that one rank sends in a step by one collective in one dtype.
+
+    Attributes:
+        op, what, dtype: which.
+        calls: collectives that carry it; one carries several dtypes where FSDP2 packs them together.
+        input_bytes: what the rank hands to the collectives.
+        wire_bytes: what it sends, and receives, in a ring.
+    """
+
+    op: Op
+    what: str
+    dtype: str
+    calls: int
+    input_bytes: int
+    wire_bytes: int
+
+
+def totals(calls: Iterable[Call]) -> tuple[Sent, ...]:
+    """The calls' bytes by collective and dtype, in the order of their first appearance."""
+    found: dict[tuple[Op, str, str], list[float]] = {}
+    for call in calls:
+        for dtype, count in call.bytes.items():
+            row = found.setdefault((call.op, call.what, dtype), [0, 0, 0.0])
+            row[0] += 1
+            row[1] += count
+            row[2] += call.wire(count)
+    return tuple(Sent(*key, int(row[0]), int(row[1]), round(row[2])) for key, row in found.items())
+
+
+def calls_of(graph: fx.Graph, backward: bool) -> list[Call]:
+    """The collectives that stand in a graph; those of a group that this process does not know are left out."""
+    found: list[Call] = []
+    for node in graph.nodes:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
+        if getattr(node.target, "namespace", "") != "_c10d_functional" or name not in _OPS:
+            continue
+        group = process_group(node.args[-1])
+        if group is None:
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        what = "amaxes" if name == "all_reduce" and "f8fx" in node.meta else IN_GRAPH
+        value = node.args[0].meta["val"]
+        size = math.prod(size_hint(size) or 0 for size in value.shape) * value.dtype.itemsize
+        dtype = str(value.dtype).removeprefix("torch.")
+        found.append(Call(_OPS[name], what, "", backward, len(ranks), {dtype: size}, stride))
+    return [call for call in found if call.ranks > 1]

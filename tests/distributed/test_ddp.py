@@ -1,0 +1,52 @@
+"""DistributedDataParallel: its buckets are graphs like any other."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from f8fx import recording
+from tests.distributed.harness import run_checks
+from tests.distributed.models import assert_same, saved_bytes
+from tests.helpers import Block, bf16, compiled, gradients, randn
+
+
+class Net(nn.Module):
+    """Not ``nn.Sequential``: of a module of torch's own inside DDP, Dynamo compiles the parts one by one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(256, 384) for _ in range(3)])
+        self.to(bf16)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def parallel(**options):
+    """With buckets so small that DDPOptimizer splits the model into several graphs."""
+    model = DistributedDataParallel(Net(), bucket_cap_mb=1)
+    return model, compiled(model, fullgraph=False, **options)
+
+
+def gradients_of_the_plain_model_and_no_more_saved_than_in_bf16():
+    """The same data on all ranks: means are exact."""
+    x, grad = randn(16, 256), randn(16, 256, grad=False, seed=1)
+    model = Net()
+    want = gradients(model, compiled(model), x, grad)
+    model, call = parallel()
+    with recording() as reports:
+        found = gradients(model, call, x, grad)
+    assert len(reports) > 1 and sum(r.converted for r in reports) == 27
+    assert_same(want, {name.removeprefix("module."): value for name, value in found.items()})
+    saved = saved_bytes(call(x), model)
+    model, call = parallel(only_fqns=["none"])
+    assert 0 < saved <= saved_bytes(call(x), model)
+
+
+def test_two_ranks():
+    run_checks(2, [gradients_of_the_plain_model_and_no_more_saved_than_in_bf16])
