@@ -42,6 +42,45 @@ def same_as_one_process():
 
 
 def other_data_on_every_rank():
+    """Against one process on the joint batch, in microbatches of the ranks' shares: the same bits for five steps.
+
+    Gradients are summed in the order of ranks in their own dtype, then divided by the number of ranks.
+    """
+    rank = dist.get_rank()
+    for recipe in RECIPES:
+        for name, make in OPTIMIZERS.items():
+            net = {"depth": 1}
+            model = Setup(recipe, world_mesh(), float8=True, net=net).build()
+            sharded = train(model, optimizer=make(model.parameters()), rank=rank)
+            model = Setup(recipe, net=net).build()
+            alone = microbatches(model, make(model.parameters()), rank)
+            assert_same(sharded, alone, f"{recipe}, {name}: FSDP2, one process in microbatches")
+
+
+def microbatches(model, optimizer, rank: int, steps: int = 5) -> dict[str, Tensor]:
+    """What :func:`train` returns, of the mean gradient over the data of all ranks; outputs are those of one."""
+    seen: dict[str, Tensor] = {}
+    ranks = range(dist.get_world_size())
+    for step in range(steps):
+        sums: dict[str, Tensor] = {}
+        for other in ranks:
+            y = model(batch(step, other))
+            loss_of(y).backward()
+            if other == rank:
+                seen[f"output {step}"] = y.detach()
+            for name, parameter in model.named_parameters():
+                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad
+                parameter.grad = None
+        for name, parameter in model.named_parameters():
+            parameter.grad = sums[name] / len(ranks)
+        if step == 0:
+            seen |= {f"grad {name}": whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {f"weight {name}": whole(p) for name, p in model.named_parameters()}
+
+
+def the_joint_batch_as_a_whole():
     """Against one process on all of it: row-scaled outputs are the same bits, gradients up to rounding.
 
     A rank's scales are those of its own batch, where they run over rows or all of it: that is the recipe's noise (20 dB, as
@@ -68,4 +107,4 @@ def other_data_on_every_rank():
 
 
 def test_two_ranks():
-    run_checks(2, [same_as_one_process, other_data_on_every_rank])
+    run_checks(2, [same_as_one_process, other_data_on_every_rank, the_joint_batch_as_a_whole])
