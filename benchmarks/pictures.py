@@ -14,7 +14,18 @@ Result = dict[str, Any]
 
 INK, LINES = "#333333", "#e4e4e4"
 COLOURS = {"bf16": "#8a8a8a", "torchao": "#3b6fb6", "f8fx": "#e07b1a", "f8fx_auto": "#2f8f5b"}
-PASS_COLOURS = ("#3b6fb6", "#2f8f5b", "#c2a83e", "#e07b1a", "#b64a7a", "#6b4fa0", "#2fa3a3", "#8a8a8a")
+PASS_COLOURS = (
+    "#3b6fb6",
+    "#2f8f5b",
+    "#c2a83e",
+    "#e07b1a",
+    "#b64a7a",
+    "#6b4fa0",
+    "#2fa3a3",
+    "#a9a9a9",
+    "#8a8a8a",
+    "#333333",
+)
 LABELS = {"f8fx": "f8fx, all", "f8fx_auto": "f8fx, auto"}
 
 _VERSIONS = dict(zip(ceilings.VERSIONS, ("#8a8a8a", "#e07b1a", "#c2a83e", "#3b6fb6", "#2fa3a3"), strict=True))

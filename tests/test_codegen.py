@@ -383,6 +383,7 @@ backward:
         )
 
 
+@pytest.mark.skipif(not LISTED, reason="the lists below are those of torch 2.13")
 class TestOneRead(TestCase):
     """``kernels="triton"``: the launch is generated as Inductor's own are, and what follows is fused as ever."""
 
