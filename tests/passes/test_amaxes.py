@@ -37,46 +37,19 @@ def amaxes(fn, *inputs, **options):
 class TestGraph(TestCase):
     def test_a_weight_scaled_by_rows_and_as_a_whole_is_read_once(self):
         text = graph_after(F.linear, *args(), recipe="rowwise_with_gw_hp")
+        lines = [line for line in text.splitlines() if "amax" in line]
         self.assertExpectedInline(
-            text,
+            "\n".join(lines),
             """\
-primals_1: bf16[16,32]
-primals_2: bf16[48,32]
-tangents_1: bf16[16,48]
 amax: f32[16] = f8fx.amax(primals_1, 1)
 scale: f32[16] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
-quantize: e4m3[16,32] = f8fx.quantize(primals_1, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
-reciprocal: f32[16] = reciprocal(scale)
 amax_1: f32[48] = f8fx.amax(primals_2, 1)
 scale_1: f32[48] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=True)
-quantize_1: e4m3[48,32] = f8fx.quantize(primals_2, scale_1, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
-reciprocal_1: f32[48] = reciprocal(scale_1)
-permute: e4m3[32,48] = permute(quantize_1, [1, 0])
-as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
-as_strided_1: f32[1,48] = as_strided(reciprocal_1, [1, 48], [48, 1])
-scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
-permute_1: bf16[48,16] = permute(tangents_1, [1, 0])
-mm: bf16[48,32] = mm(permute_1, primals_1)
-permute_2: bf16[32,48] = permute(mm, [1, 0])
 amax_2: f32[16] = f8fx.amax(tangents_1, 1)
 scale_2: f32[16] = f8fx.scale(amax_2, dtype=e4m3, power_of_2=True)
-quantize_2: e4m3[16,48] = f8fx.quantize(tangents_1, scale_2, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
-reciprocal_2: f32[16] = reciprocal(scale_2)
 unsqueeze: f32[1,48] = unsqueeze(amax_1, 0)
 amax_3: f32[] = f8fx.amax(unsqueeze, None)
-scale_3: f32[] = f8fx.scale(amax_3, dtype=e4m3, power_of_2=True)
-quantize_3: e4m3[32,48] = f8fx.quantize(primals_2, scale_3, dtype=e4m3, transpose=True, align=[1, 1])
-reciprocal_3: f32[] = reciprocal(scale_3)
-permute_3: e4m3[48,32] = permute(quantize_3, [1, 0])
-full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
-scaled_mm_1: bf16[16,32] = _scaled_mm(quantize_2, permute_3, full, full, None, None, bf16, False)
-unsqueeze_1: f32[16,1] = unsqueeze(reciprocal_2, 1)
-mul: f32[16,1] = mul(unsqueeze_1, reciprocal_3)
-convert_element_type: f32[16,32] = prims.convert_element_type(scaled_mm_1, f32)
-mul_1: f32[16,32] = mul(convert_element_type, mul)
-convert_element_type_1: bf16[16,32] = prims.convert_element_type(mul_1, bf16)
-permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [scaled_mm, convert_element_type_1, permute_4]""",
+scale_3: f32[] = f8fx.scale(amax_3, dtype=e4m3, power_of_2=True)""",
         )
 
 
