@@ -58,7 +58,7 @@ def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
     * by replaying a CUDA graph that holds an optimizer step;
     * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
       no training graph compiled with this option ran before it;
-    * by calling a fused optimizer kernel (``torch._fused_adamw_``) oneself, or under
+    * by calling a fused optimizer kernel (``torch._fused_adamw_``, ``torch.optim.adamw.adamw(fused=True)``) oneself, or under
       ``torch.autograd._unsafe_preserve_version_counter``.
 
     Args:
@@ -142,7 +142,8 @@ def reused(parameters: Iterable[tuple[Tensor, Sequence[Format]]]) -> list[Tensor
 def training_ran() -> None:
     """Notes that a training graph ran, after which weights are likely to change."""
     global _RUNS
-    _RUNS += 1
+    with _LOCK:
+        _RUNS += 1
 
 
 def refusal(parameter: Tensor) -> str | None:
@@ -338,8 +339,8 @@ _SIGNALS = _Signals()
 @torch.compiler.disable
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _STEPS
-    _STEPS += 1
     with _LOCK:
+        _STEPS += 1
         watches = list(_WATCHES.values())
     # by memory: a frozen copy of a model may share that of the model in training
     watched: dict[int | None, list[_Watch]] = {}
