@@ -2,7 +2,8 @@
 
 ``torch.compile(model, backend="f8fx")`` calls :func:`f8fx` with Dynamo's graph. It hands the graph to
 Inductor's ``compile_fx`` with one addition, the :class:`GraphPass` in ``joint_custom_pre_pass``, so
-that every Inductor feature stays the user's. No global state is written.
+that every Inductor feature stays the user's. Inductor's configuration is changed for one compile at a time
+only; what is global are the lowerings of our operators (:mod:`f8fx.lowerings`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ is read at every call, without a look at the data and without waiting for a devi
 * ``_version``: in-place operations, ``copy_`` (``load_state_dict``), foreach optimizers;
 * the Parameter object and its address: ``load_state_dict(assign=True)``, and whatever moves its memory;
 * the number of ``torch.optim`` steps, of any optimizer: fused ones change weights and leave ``_version``
-  as it was. A parameter with ``requires_grad=False`` only minds optimizers that hold it;
+  as it was. A parameter with ``requires_grad=False`` only minds optimizers that hold it or another
+  parameter on its memory;
 * the number of training graphs that f8fx ran with this option: an optimizer that is not
   ``torch.optim``'s comes after one of them;
 * ``p.data = other``, which is how ``.to()`` works, and reads of ``p.data``. What is written through that alias
@@ -39,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import ops
 from .parameter_data import Installation, version_probe, with_version_of
 from .passes.reuse import CastFormat, ScaleFormat
-from .torch_private import managed_by_fsdp
+from .torch_private import managed_by_fsdp, storage_key
 
 Format = ScaleFormat | CastFormat
 
@@ -57,7 +58,7 @@ def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
     * by replaying a CUDA graph that holds an optimizer step;
     * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
       no training graph compiled with this option ran before it;
-    * by calling a fused optimizer kernel (``torch._fused_adamw_``) oneself, or under
+    * by calling a fused optimizer kernel (``torch._fused_adamw_``, ``torch.optim.adamw.adamw(fused=True)``) oneself, or under
       ``torch.autograd._unsafe_preserve_version_counter``.
 
     Args:
@@ -141,7 +142,8 @@ def reused(parameters: Iterable[tuple[Tensor, Sequence[Format]]]) -> list[Tensor
 def training_ran() -> None:
     """Notes that a training graph ran, after which weights are likely to change."""
     global _RUNS
-    _RUNS += 1
+    with _LOCK:
+        _RUNS += 1
 
 
 def refusal(parameter: Tensor) -> str | None:
@@ -337,12 +339,26 @@ _SIGNALS = _Signals()
 @torch.compiler.disable
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _STEPS
-    _STEPS += 1
+    with _LOCK:
+        _STEPS += 1
+        watches = list(_WATCHES.values())
+    # by memory: a frozen copy of a model may share that of the model in training
+    watched: dict[int | None, list[_Watch]] = {}
+    for watch in watches:
+        watched.setdefault(_memory(watch.reference()), []).append(watch)
+    watched.pop(None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            watch = _WATCHES.get(id(parameter))
-            if watch is not None:
+            for watch in watched.get(_memory(parameter), ()):
                 watch.changes += 1
+
+
+def _memory(parameter: Tensor | None) -> int | None:
+    """Equal for parameters on one memory; ``None`` for those that have none: gone, sparse, lazy."""
+    try:
+        return None if parameter is None else storage_key(parameter)
+    except (NotImplementedError, ValueError):
+        return None
 
 
 def _on_read(parameter: Tensor, alias: Tensor) -> Tensor:

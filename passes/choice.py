@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
+from torch import fx
 
 from f8fx.recipe import GemmSpec
 from f8fx.report import Decision
@@ -29,6 +31,20 @@ class Convert:
     speedup: float | None = None
     seconds: float | None = None
     merge: str = ""
+
+
+def reading(conversion: Convert, replaced: Mapping[fx.Node, fx.Node]) -> Convert:
+    """The conversion, with operands that other nodes have replaced (``a @ b @ c``) as they are now."""
+    gemm = conversion.gemm
+    left, right = (replace(x, node=current(x.node, replaced)) for x in (gemm.left, gemm.right))
+    return replace(conversion, gemm=replace(gemm, left=left, right=right))
+
+
+def current(node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """What stands for a node after it, and what replaced it, may have been replaced."""
+    while node in replaced:
+        node = replaced[node]
+    return node
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ backward. It must be the same computation, or it stays as it is:
 What is not merged though it reads an input that others read is reported with its reason
 (:class:`f8fx.report.MergeDecision`).
 
-A column slice that has to outlive the forward would keep the whole product alive, and one that leaves
-the graph would have strides no matmul gives: those are copied out.
+A column slice that has to outlive the forward would keep the whole product alive, one that leaves
+the graph would have strides no matmul gives, and one that ``as_strided`` reads would be read at wrong
+places: those are copied out.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from f8fx import ops
 from f8fx.hardware import Hardware
 from f8fx.report import MergeDecision
 
-from .choice import Choice, Convert
+from .choice import Choice, Convert, current, reading
 from .fake import set_value
 from .family import Apart, Family, families, users_between
 from .find import backward_nodes
@@ -55,6 +56,8 @@ from .worth import cost_model
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+_BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
 @dataclass(frozen=True)
@@ -115,14 +118,15 @@ class Merge:
         backward = backward_nodes(graph)
         merged: dict[fx.Node, Convert] = {}
         gone: dict[fx.Node, None] = {}
+        replaced: dict[fx.Node, fx.Node] = {}
         for family in found:
-            for new, old in _Rewrite(graph, family, order, backward).run():
+            for new, old in _Rewrite(graph, family, order, backward, replaced).run():
                 merged[old[0].gemm.node] = new
                 gone.update(dict.fromkeys(conversion.gemm.node for conversion in old))
         for node in gone:
             _erase_unused(graph, node)
         return [
-            merged.get(conversion.gemm.node, conversion)
+            reading(merged.get(conversion.gemm.node, conversion), replaced)
             for conversion in conversions
             if conversion.gemm.node in merged or conversion.gemm.node not in gone
         ]
@@ -134,15 +138,26 @@ def _first(outcome: Paying | Apart) -> fx.Node:
 
 
 class _Rewrite:
-    """The merged matmuls of one family, in high precision: `quantize` does the rest."""
+    """The merged matmuls of one family, in high precision: `quantize` does the rest.
+
+    Args:
+        replaced: what was replaced by what, in this family and in those before it: one layer may read
+            another's result, or be the gradient of a merged sum.
+    """
 
     def __init__(
-        self, graph: fx.Graph, family: Family, order: dict[fx.Node, int], backward: set[fx.Node]
+        self,
+        graph: fx.Graph,
+        family: Family,
+        order: dict[fx.Node, int],
+        backward: set[fx.Node],
+        replaced: dict[fx.Node, fx.Node],
     ) -> None:
         self.graph = graph
         self.family = family
         self.order = order
         self.backward = backward
+        self.replaced = replaced
 
     def run(self) -> list[tuple[Convert, tuple[Convert, ...]]]:
         """The new conversions, each with those it replaces."""
@@ -167,7 +182,7 @@ class _Rewrite:
         first = members[0].gemm
         insert = self._before(first)
         transposed = first.right.transposed
-        weight = insert(ops.concat, [c.gemm.right.node for c in members], 0 if transposed else 1)
+        weight = insert(ops.concat, [self._now(c.gemm.right.node) for c in members], 0 if transposed else 1)
         right = _as_operand(insert, weight, transposed, first.dtype)
         left = first.node.args[1 if first.node.target is aten.addmm.default else 0]
         product = insert(aten.mm.default, left, right)
@@ -181,7 +196,7 @@ class _Rewrite:
                 part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
             if node.target is aten.addmm.default:
                 part = self._before(conversion.gemm)(aten.add.Tensor, part, node.args[0])
-            _replace(node, part)
+            self._replace(node, part)
         gemm = replace(
             first,
             node=product,
@@ -200,9 +215,9 @@ class _Rewrite:
         insert = self._before(min(lasts, key=lambda gemm: self.order[gemm.node]))
         parts = []
         for grad in self.family.grads:
-            rank = len(shape_of(grad.node))
-            flat = grad.node if rank == 2 else insert(aten.squeeze.dims, grad.node, list(range(rank - 2)))
-            parts.append(flat)
+            node = self._now(grad.node)
+            rank = len(shape_of(node))
+            parts.append(node if rank == 2 else insert(aten.squeeze.dims, node, list(range(rank - 2))))
         return insert(ops.concat, parts, 1)
 
     def _grad_input(
@@ -221,8 +236,8 @@ class _Rewrite:
             sizes = [insert.size(total.summand, dim) for dim in range(len(shape_of(total.summand)))]
             value = insert(aten.view.default, product, sizes)
         for other in total.others:
-            value = insert(aten.add.Tensor, value, other)
-        _replace(total.root, value)
+            value = insert(aten.add.Tensor, value, self._now(other))
+        self._replace(total.root, value)
         gemm = replace(
             first,
             node=product,
@@ -245,7 +260,10 @@ class _Rewrite:
         end = 0
         for conversion in members:
             start, end = end, end + int(conversion.gemm.m)
-            _replace(conversion.gemm.node, insert(aten.slice.Tensor, product, 0, start, end))
+            part = insert(aten.slice.Tensor, product, 0, start, end)
+            if _reads_by_strides(conversion.gemm.node):
+                part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
+            self._replace(conversion.gemm.node, part)
         for node in waiting:
             last.node.prepend(node)
         gemm = replace(
@@ -260,6 +278,13 @@ class _Rewrite:
 
     def _last(self, members: Sequence[Convert]) -> Gemm:
         return max((conversion.gemm for conversion in members), key=lambda gemm: self.order[gemm.node])
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        return current(node, self.replaced)
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        _replace(old, new)
+        self.replaced[old] = new
 
     def _before(self, gemm: Gemm) -> Inserter:
         return Inserter(self.graph, gemm.node, Provenance(gemm.node.name, gemm.fqn, gemm.role, "merge"))
@@ -277,11 +302,16 @@ def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.No
     for conversion in members:
         node = conversion.gemm.node
         read_by = readers(node, MOVEMENTS)
-        if any(reader.op == "output" for reader in read_by):
+        if any(reader.op == "output" for reader in read_by) or _reads_by_strides(node):
             returned.add(node)
         if not read_by.isdisjoint(backward):
             saved.add(node)
     return returned | (saved if len(saved) < len(members) else set())
+
+
+def _reads_by_strides(node: fx.Node) -> bool:
+    """Whether something finds a value's elements by where they lie in memory, not by their indices."""
+    return any(reader.target in _BY_STRIDES for reader in readers(node, MOVEMENTS))
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:

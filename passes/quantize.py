@@ -24,7 +24,7 @@ product rounded once instead of twice, and no kernel of its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -34,7 +34,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.recipe import QuantSpec, Recipe
 
-from .choice import ALIGNMENT, Convert
+from .choice import ALIGNMENT, Convert, reading
 from .gemm import Gemm, Operand
 from .operand import shape_of
 from .rewrite import Inserter, Provenance
@@ -64,7 +64,7 @@ class Quantize:
     def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> None:
         results: dict[fx.Node, fx.Node] = {}
         for conversion in conversions:
-            conversion = _reading(conversion, results)
+            conversion = reading(conversion, results)
             gemm = conversion.gemm
             provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize")
             insert = Inserter(graph, gemm.node, provenance)
@@ -73,13 +73,6 @@ class Quantize:
             gemm.node.replace_all_uses_with(result)
             results[gemm.node] = result
             graph.erase_node(gemm.node)
-
-
-def _reading(conversion: Convert, results: Mapping[fx.Node, fx.Node]) -> Convert:
-    """The conversion, with operands that are results of converted matmuls (``a @ b @ c``) as they are now."""
-    gemm = conversion.gemm
-    left, right = (replace(x, node=results.get(x.node, x.node)) for x in (gemm.left, gemm.right))
-    return replace(conversion, gemm=replace(gemm, left=left, right=right))
 
 
 class _GemmRewrite:

@@ -555,6 +555,28 @@ def test_another_models_optimizer_does_not_mind_a_frozen_model(casts):
     assert casts == [(16, 32), (16, 64)]
 
 
+@pytest.mark.parametrize("alias", [lambda p: p.detach(), lambda p: p.data])
+def test_a_frozen_model_minds_the_optimizer_of_one_on_its_memory(alias):
+    trained = Net()
+    served = copy.deepcopy(trained).requires_grad_(False)
+    for mine, its in zip(served.parameters(), trained.parameters(), strict=True):
+        mine.data = alias(its)
+    x = x16()
+    f8 = warm(served, x)
+    before = infer(f8, x)
+    step(torch.optim.AdamW, fused=True)(trained)
+    after = infer(f8, x)
+    assert not torch.equal(before, after) and torch.equal(after, uncached(served, x))
+
+
+def test_optimizers_of_sparse_and_lazy_parameters_are_let_be():
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    torch.optim.SGD([sparse, nn.UninitializedParameter()], lr=0.5).step()
+    assert torch.equal(infer(f8, x), uncached(model, x))
+
+
 def test_weights_that_change_without_a_trace_are_never_kept(casts):
     flat = randn(48 * 32 + 5, grad=False)
     model, x = nn.Linear(32, 48, bias=False, dtype=bf16), x16()

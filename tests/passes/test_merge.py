@@ -297,6 +297,49 @@ def test_results_that_leave_the_graph_have_their_own_memory():
     assert one.is_contiguous() and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
+def same_as_separate(fn, *args):
+    """Outputs to the bit, since merging leaves the scales of rows as they are; gradients closely."""
+    results = []
+    for merge in ("auto", "never"):
+        inputs = [arg.detach().clone().requires_grad_() for arg in args]
+        with f8fx.recording() as reports:
+            outputs = compiled(fn, recipe="rowwise_with_gw_hp", merge=merge, **H100)(*inputs)
+        assert any(found.merged for found in reports[0].merges) == (merge == "auto")
+        sum((y * i).sum() for i, y in enumerate(outputs, 1)).backward()
+        results.append((outputs, [x.grad for x in inputs]))
+    (merged, gradients), (separate, others) = results
+    for one, other in zip(merged, separate, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(gradients, others, strict=True):
+        assert sqnr(other, one) > 20
+
+
+def test_elements_that_are_found_by_strides():
+    def f(x, a, b):
+        return torch.as_strided(F.linear(x, a), (32, 16), (64, 1), 32).sin(), F.linear(x, b).sin()
+
+    same_as_separate(f, randn(M, K), *weights(64, 64))
+
+
+def test_matmuls_that_read_each_other():
+    """Merged results are operands of other matmuls, merged sums are the gradients of others, merged or not."""
+
+    def f(x, a, b, up_a, up_b):
+        y = F.linear(F.linear(x, a), up_a)
+        z = F.linear(F.linear(x, b), up_b)
+        return F.linear(y, a).sin() * F.linear(y, b), z.sin()
+
+    same_as_separate(f, randn(M, K), *weights(64, 64), randn(K, 64, seed=7), randn(K, 64, seed=8))
+
+
+def test_a_merged_result_that_another_family_reads():
+    def f(x, a, b, c, d):
+        y, z = F.linear(x, a), F.linear(x, b)
+        return F.linear(y, c).sin() * F.linear(y, d), z.sin()
+
+    same_as_separate(f, randn(M, K), *weights(K, K, K, K))
+
+
 def test_dynamic_sizes():
     step = compiled(gate_up, dynamic=True, **H100)
     for rows in (64, 96, 7):
