@@ -72,7 +72,9 @@ def test_cpu_smoke_runs_and_keeps_nothing(benchmark: Any, arguments: list[str], 
 
 
 def test_inference_on_one_tiny_shape(one_thread):
+    before = torch._inductor.config.get_config_copy()
     row = inference.measure("tiny", "decode", 16, "tensorwise", False, device="cpu", seconds=0.0)
+    assert torch._inductor.config.get_config_copy() == before  # for whatever is compiled next
     assert set(row["errors"]) <= {"torchao"}  # which asks for a GPU
     assert row["converted"]["f8fx"] == [7, 7] and row["converted"]["f8fx_auto"] == [0, 7]
     assert row["sqnr_db"]["f8fx"] > 20
