@@ -195,11 +195,16 @@ class CostModel:
     Args:
         hardware: from :func:`f8fx.hardware.find` or :func:`f8fx.hardware.of_device`.
         calibration: how far real kernels stay below the peaks; by default :func:`default_calibration`.
+        rescales: whether rowwise gemms without fast accumulation are followed by a kernel that applies their
+            scales (``GemmSpec.scales_after_gemm``), as torchao's are, or apply them themselves.
     """
 
-    def __init__(self, hardware: Hardware, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self, hardware: Hardware, calibration: Calibration | None = None, rescales: bool = True
+    ) -> None:
         self.hardware = hardware
         self.calibration = calibration or default_calibration(hardware)
+        self.rescales = rescales
 
     @property
     def can_pay(self) -> bool:
@@ -222,15 +227,18 @@ class CostModel:
             float8: else the operands are ``itemsize`` bytes wide; 4 is taken to run at half the bfloat16
                 rate (TF32), which understates what float8 gains where TF32 is off.
             rowwise: scale vectors instead of scalars; by itself as fast (pytorch issue 147971: 90 to 100%).
-            rescale: the scales are applied by a kernel of its own (``GemmSpec.scales_after_gemm``).
+            rescale: the scales may not be applied inside the gemm (``GemmSpec.scales_after_gemm``).
         """
-        return _compiled(_gemm, self.hardware, self.calibration, float8, rowwise and rescale, itemsize)(
-            m, k, n
-        )
+        after = rowwise and rescale and self.rescales
+        return _compiled(_gemm, self.hardware, self.calibration, float8, after, itemsize)(m, k, n)
+
+    def copy_seconds(self, size: int) -> float:
+        """Seconds to copy ``size`` bytes, beside what the kernel does anyway."""
+        return 2 * size / (self.hardware.memory_bandwidth * self.calibration.memory_efficiency)
 
     def gemm_expression(self, float8: bool, rescale: bool = False, itemsize: int = 2) -> sympy.Expr:
         """Seconds of a gemm [M, K] x [K, N] in :data:`M`, :data:`K`, :data:`N`: what :meth:`gemm_seconds` evaluates."""
-        return _gemm(self.hardware, self.calibration, float8, rescale, itemsize)
+        return _gemm(self.hardware, self.calibration, float8, rescale and self.rescales, itemsize)
 
     def amax_seconds(self, rows: int, cols: int, itemsize: int = 2, fused: bool = False) -> float:
         """Seconds for one tensorwise amax and scale; ``fused``: the producer does the reading."""
@@ -334,7 +342,7 @@ class CostModel:
         total: sympy.Expr = sympy.Integer(0)
         for role in roles:
             spec = recipe.gemm(role) if float8 else None
-            args = (False, False) if spec is None else (True, spec.scales_after_gemm)
+            args = (False, False) if spec is None else (True, spec.scales_after_gemm and self.rescales)
             shape = dict(zip((M, K, N), _GEMM_SHAPE[role], strict=True))
             total += _gemm(hw, c, *args, itemsize).subs(shape, simultaneous=True)
         for cast in self._casts(recipe, roles) if float8 else ():

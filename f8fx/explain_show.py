@@ -60,10 +60,11 @@ class Group:
         row = self.first
         if row.converted:
             detail = re.sub(r"^pays: [\d.]+x(; )?", "", row.detail)
-            return "; ".join(text for text in (detail, row.merge) if text)
-        if row.detail.startswith(row.reason):
-            return row.detail
-        return f"{row.reason}: {row.detail}" if row.detail else row.reason
+        elif row.detail.startswith(row.reason):
+            detail = row.detail
+        else:
+            detail = f"{row.reason}: {row.detail}" if row.detail else row.reason
+        return "; ".join(text for text in (detail, row.merge) if text)
 
 
 def pattern_of(fqn: str) -> str:
@@ -271,10 +272,12 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
             sum(getattr(merge, name) or 0.0 for merge in merged)
             for name in ("separate_seconds", "merged_seconds")
         )
+        kept = sum(len(merge.layers) for merge in merged if merge.kept_roles)
+        beside = f", and {kept} weight gradients in high precision are merged too" if kept else ""
         result.append(
             (
                 "Merged",
-                f"{e.converted} matmuls run as {e.gemms} float8 gemms; those concerned are predicted to take "
+                f"{e.converted} matmuls run as {e.gemms} float8 gemms{beside}; those concerned are predicted to take "
                 f"{seconds_text(after)} instead of {seconds_text(before)}, casts not counted",
             )
         )

@@ -52,7 +52,7 @@ def register() -> None:
         ops.quantize_rowwise, lambda tensors, **kwargs: _quantize_rowwise(table, tensors, **kwargs)
     )
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
-    table.register(ops.materialize, table.realized)
+    table.register(ops.materialize, lambda x: _materialize(table, x))
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
     table.register(ops.dequantize_both, lambda *args, **kwargs: _dequantize_both(table, *args, **kwargs))
     table.register(ops.relayout, lambda data, **kwargs: _relayout(table, data, **kwargs))
@@ -230,6 +230,14 @@ def _row_cast_columns(
     table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "scale", "partial"))
     copy, scale, partial = outputs
     return copy, scale, table(aten.amax, partial, [0], False)
+
+
+def _materialize(table: Lowering, x: Any) -> Any:
+    whole = table.parts(x)
+    if whole is None:
+        return table.realized(x)
+    # the kernels that compute the parts write them to their places, and what reads the whole may still read parts
+    return table.side_by_side(table.filled(whole.values, whole.dim), whole)
 
 
 def _dequantize(

@@ -71,11 +71,12 @@ class MergeDecision:
 
     Attributes:
         layers: the modules that called them, "" for none.
-        merged: whether each of their roles is one gemm.
+        merged: whether each of their float8 roles is one gemm.
         reason: why not, in a few words that recur and can be counted.
         detail: the same with names or numbers, or "".
-        roles: those that are merged.
-        separate_seconds, merged_seconds: predicted, of these roles' float8 gemms without casts; ``None`` if not merged.
+        roles: those that are merged in float8.
+        kept_roles: those that the recipe keeps in high precision and that are merged there.
+        separate_seconds, merged_seconds: predicted, of these roles' gemms without casts; ``None`` if not merged.
     """
 
     layers: tuple[str, ...]
@@ -83,12 +84,13 @@ class MergeDecision:
     reason: str
     detail: str = ""
     roles: tuple[Role, ...] = ()
+    kept_roles: tuple[Role, ...] = ()
     separate_seconds: float | None = None
     merged_seconds: float | None = None
 
     @property
     def spared(self) -> int:
-        """How many gemms fewer run."""
+        """How many float8 gemms fewer run."""
         return (len(self.layers) - 1) * len(self.roles)
 
 
@@ -242,7 +244,14 @@ class GraphReport:
         gathers = [GatherDecision(**{**g, "shape": tuple(g["shape"])}) for g in data.get("gathers", ())]
         decisions = [Decision(**d) for d in data["decisions"]]
         merges = [
-            MergeDecision(**{**m, "layers": tuple(m["layers"]), "roles": tuple(m["roles"])})
+            MergeDecision(
+                **{
+                    **m,
+                    "layers": tuple(m["layers"]),
+                    "roles": tuple(m["roles"]),
+                    "kept_roles": tuple(m.get("kept_roles", ())),
+                }
+            )
             for m in data.get("merges", ())
         ]
         traffic = [Traffic(**{k: tuple(v) for k, v in t.items()}) for t in data.get("traffic", ())]

@@ -111,9 +111,10 @@ class Pipeline:
         self.debug = debug
         self.watch = watch
         self.find = Find()
-        self.select = Select(recipe, policy, hardware, predict)
-        self.merge = Merge(merge, self.select.hardware_of)
-        self.quantize = Quantize(recipe, rowwise_scales or best_rowwise_scales)
+        scales = rowwise_scales or best_rowwise_scales
+        self.select = Select(recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm")
+        self.merge = Merge(merge, self.select.model_of)
+        self.quantize = Quantize(recipe, scales)
         self.reuse = Reuse(weights) if weights is not None else None
         self.share = Share(weights_at_once)
         self.collectives = Collectives(wire)

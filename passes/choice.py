@@ -15,6 +15,8 @@ from .gemm import Gemm, Size, Unmatched
 
 #: Both contracted and trailing sizes of a float8 gemm must be multiples of this (``_scaled_mm``).
 ALIGNMENT = 16
+#: Why a matmul is left whose role the recipe has no float8 for.
+KEPT_BY_RECIPE = "kept in high precision by the recipe"
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ def current(node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
 
 @dataclass(frozen=True)
 class Skip:
-    """A matmul to leave as it is, and why."""
+    """A matmul to leave in high precision, and why; ``merge`` is what `merge` has to say of it."""
 
     gemm: Gemm | Unmatched
     reason: str
     detail: str = ""
     speedup: float | None = None
     seconds: float | None = None
+    merge: str = ""
 
 
 Choice = Convert | Skip
@@ -77,7 +80,7 @@ def decision(choice: Choice) -> Decision:
         detail=detail,
         speedup=choice.speedup,
         seconds=choice.seconds,
-        merge=choice.merge if isinstance(choice, Convert) else "",
+        merge=choice.merge,
     )
 
 

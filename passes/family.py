@@ -16,7 +16,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.recipe import Role
 
-from .choice import ALIGNMENT, Choice, Convert
+from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
 from .operand import CASTS, MOVEMENTS, SAME_ORDER, is_elementwise, shape_of
@@ -50,16 +50,18 @@ class Family:
         members: for every role that is merged its conversions, in the order of the parts.
         grads: the output gradients of the layers, in the same order; empty without a backward.
         sum: how the gradients of the input are used, if they are merged.
+        kept: the ``grad_weight`` matmuls that the recipe keeps in high precision, if they can be one too.
     """
 
     members: dict[Role, tuple[Convert, ...]]
     grads: tuple[Operand, ...] = ()
     sum: Sum | None = None
+    kept: tuple[Gemm, ...] = ()
 
     @property
     def layers(self) -> tuple[Gemm, ...]:
         """The forward matmuls, in the order of the parts."""
-        return tuple(conversion.gemm for conversion in self.members["output"])
+        return gemms(self.members["output"])
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Apart:
 
 #: The gradients' conversions of each layer.
 Gradients = Mapping[tuple[fx.Node, Role], Sequence[Convert]]
+#: The ``grad_weight`` matmuls of each layer that the recipe keeps in high precision.
+Kept = Mapping[fx.Node, Sequence[Gemm]]
 
 
 class _Likeness(NamedTuple):
@@ -125,6 +129,7 @@ def families(choices: Sequence[Choice], order: dict[fx.Node, int]) -> list[Famil
     """
     groups: dict[_Likeness, list[Convert]] = defaultdict(list)
     gradients: dict[tuple[fx.Node, Role], list[Convert]] = defaultdict(list)
+    kept: dict[fx.Node, list[Gemm]] = defaultdict(list)
     readers: dict[fx.Node, list[Choice]] = defaultdict(list)
     for choice in choices:
         gemm = choice.gemm
@@ -136,13 +141,15 @@ def families(choices: Sequence[Choice], order: dict[fx.Node, int]) -> list[Famil
                 groups[_Likeness.of(choice)].append(choice)
         elif isinstance(choice, Convert):
             gradients[gemm.layer, gemm.role].append(choice)
+        elif gemm.role == "grad_weight" and choice.reason == KEPT_BY_RECIPE:
+            kept[gemm.layer].append(gemm)
     found: list[Family | Apart] = []
     sums: set[fx.Node] = set()
     for group in groups.values():
         members = _distinct_weights(group, order)
         if len(members) < 2:
             continue
-        family = _family(members, gradients, order)
+        family = _family(members, gradients, kept, order)
         if isinstance(family, Family) and family.sum is not None:
             if sums.isdisjoint((family.sum.root, *family.sum.others)):
                 sums.add(family.sum.root)
@@ -228,7 +235,9 @@ def _distinct_weights(group: list[Convert], order: dict[fx.Node, int]) -> list[C
     return list(members.values())
 
 
-def _family(members: Sequence[Convert], gradients: Gradients, order: dict[fx.Node, int]) -> Family | Apart:
+def _family(
+    members: Sequence[Convert], gradients: Gradients, kept: Kept, order: dict[fx.Node, int]
+) -> Family | Apart:
     roles: dict[Role, tuple[Convert, ...]] = {"output": tuple(members)}
     for role in _GRADIENTS:
         found = [gradients.get((conversion.gemm.node, role), ()) for conversion in members]
@@ -252,12 +261,12 @@ def _family(members: Sequence[Convert], gradients: Gradients, order: dict[fx.Nod
             return _apart(members, "input gradients are not only added up")
     if "grad_weight" in roles:
         own = tuple(conversion.gemm.left for conversion in roles["grad_weight"])
-        if not _are_plain(roles["grad_weight"], members[0].gemm.left.node):
+        if not _are_plain(gemms(roles["grad_weight"]), members[0].gemm.left.node):
             return _apart(members, "grad_weight is no plain matmul with the same input")
         if grads and [grad.node for grad in grads] != [grad.node for grad in own]:
             return _apart(members, "grad_input and grad_weight read different gradients")
         grads = own
-        if not _can_wait(roles["grad_weight"], order):
+        if not _can_wait(gemms(roles["grad_weight"]), order):
             return _apart(members, "one weight gradient depends on another")
     if grads and len({grad.node for grad in grads}) != len(grads):
         # the gradients are one tensor already
@@ -266,26 +275,43 @@ def _family(members: Sequence[Convert], gradients: Gradients, order: dict[fx.Nod
         formats = {(c.left_dtype, c.right_dtype, c.pad_k, c.gemm.dtype) for c in conversions}
         if len(formats) != 1:
             return _apart(members, f"{role} is converted differently")
-    return Family(roles, grads, total)
+    return Family(roles, grads, total, _kept(members, kept, grads, order))
+
+
+def _kept(
+    members: Sequence[Convert], kept: Kept, grads: Sequence[Operand], order: dict[fx.Node, int]
+) -> tuple[Gemm, ...]:
+    """The high-precision ``grad_weight`` of all layers, if one gemm can compute them; else none."""
+    found = [kept.get(conversion.gemm.node, ()) for conversion in members]
+    if not grads or any(len(gemms) != 1 for gemms in found):
+        return ()
+    matmuls = tuple(own[0] for own in found)
+    fits = _are_plain(matmuls, members[0].gemm.left.node) and _can_wait(matmuls, order)
+    return matmuls if fits and [gemm.left.node for gemm in matmuls] == [grad.node for grad in grads] else ()
+
+
+def gemms(conversions: Iterable[Convert]) -> tuple[Gemm, ...]:
+    """What is converted."""
+    return tuple(conversion.gemm for conversion in conversions)
 
 
 def _apart(members: Iterable[Convert], reason: str, detail: str = "") -> Apart:
-    return Apart(tuple(conversion.gemm for conversion in members), reason, detail)
+    return Apart(gemms(members), reason, detail)
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
     return f"{what} {', '.join(names)}" if all(names) else ""
 
 
-def _are_plain(grad_weights: Sequence[Convert], source: fx.Node) -> bool:
+def _are_plain(grad_weights: Sequence[Gemm], source: fx.Node) -> bool:
     """Whether matmuls are ``dy.T @ x`` for the input `x`."""
     return all(
-        conversion.gemm.left.transposed
-        and conversion.gemm.left.kind == "grad_output"
-        and conversion.gemm.node.target is aten.mm.default
-        and conversion.gemm.right.node is source
-        and not conversion.gemm.right.transposed
-        for conversion in grad_weights
+        gemm.left.transposed
+        and gemm.left.kind == "grad_output"
+        and gemm.node.target is aten.mm.default
+        and gemm.right.node is source
+        and not gemm.right.transposed
+        for gemm in grad_weights
     )
 
 
@@ -348,9 +374,9 @@ def _adds_alike(node: fx.Node) -> bool:
     return node.args[0] is not node.args[1] and is_elementwise(node)
 
 
-def _can_wait(members: Sequence[Convert], order: dict[fx.Node, int]) -> bool:
+def _can_wait(members: Sequence[Gemm], order: dict[fx.Node, int]) -> bool:
     """Whether nothing that the last of the matmuls needs depends on an earlier one."""
-    nodes = {conversion.gemm.node for conversion in members}
+    nodes = {gemm.node for gemm in members}
     last = max(order[node] for node in nodes)
     dependent = set(nodes)
     for node in users_between(nodes, order, last):

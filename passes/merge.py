@@ -9,7 +9,9 @@ by side, with ``w = concat(w_1, w_2, ...)``:
 * ``grad_weight``: ``concat(dw_i) = x.T @ concat(dy_i)``, whose rows are the gradients.
 
 Every weight and gradient is quantized anyway, so nothing is copied to stand side by side: the kernels
-that quantize the parts write into one buffer (``f8fx.concat`` is never in memory).
+that quantize the parts write into one buffer (``f8fx.concat`` is never in memory). Where the recipe keeps
+``grad_weight`` in high precision, the kernels that compute the gradients write them side by side; what no
+kernel of Inductor computes (attention's) is copied, which the cost model charges.
 
 What changes: a tensorwise operand has one scale for all parts instead of one for each; rowwise scales
 stay the same in the forward and for ``grad_weight``, while a row of ``concat(dy_i)`` has one scale for
@@ -41,18 +43,17 @@ import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.hardware import Hardware
+from f8fx.cost import CostModel
 from f8fx.report import MergeDecision
 
 from .choice import Choice, Convert, current, reading
 from .fake import set_value
-from .family import Apart, Family, families, users_between
+from .family import Apart, Family, families, gemms, users_between
 from .find import backward_nodes
 from .gemm import Gemm
 from .merge_worth import Paying, judged, merge_decision, noted
 from .operand import MOVEMENTS, SAME_ORDER, readers, shape_of
 from .rewrite import Inserter, Provenance
-from .worth import cost_model
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -80,14 +81,12 @@ class Merge:
 
     Args:
         mode: ``"auto"``: where the cost model says that it pays; ``"never"``.
-        hardware_of: the hardware a matmul on a device is decided for.
+        model_of: the cost model of what a matmul on a device is decided for.
     """
 
-    def __init__(
-        self, mode: Literal["auto", "never"], hardware_of: Callable[[torch.device], Hardware]
-    ) -> None:
+    def __init__(self, mode: Literal["auto", "never"], model_of: Callable[[torch.device], CostModel]) -> None:
         self.mode = mode
-        self.hardware_of = hardware_of
+        self.model_of = model_of
 
     def __call__(self, graph: fx.Graph, choices: Sequence[Choice]) -> Merged:
         """Merges what can be and pays; skips among the choices only explain why others are not merged."""
@@ -106,7 +105,7 @@ class Merge:
             return found
         if self.mode == "never":
             return Apart(found.layers, "switched off")
-        return judged(found, cost_model(self.hardware_of(found.layers[0].device)))
+        return judged(found, self.model_of(found.layers[0].device))
 
     def _rewritten(
         self,
@@ -121,8 +120,9 @@ class Merge:
         replaced: dict[fx.Node, fx.Node] = {}
         for family in found:
             for new, old in _Rewrite(graph, family, order, backward, replaced).run():
-                merged[old[0].gemm.node] = new
-                gone.update(dict.fromkeys(conversion.gemm.node for conversion in old))
+                if new is not None:
+                    merged[old[0].node] = new
+                gone.update(dict.fromkeys(gemm.node for gemm in old))
         for node in gone:
             _erase_unused(graph, node)
         return [
@@ -159,22 +159,24 @@ class _Rewrite:
         self.backward = backward
         self.replaced = replaced
 
-    def run(self) -> list[tuple[Convert, tuple[Convert, ...]]]:
-        """The new conversions, each with those it replaces."""
+    def run(self) -> list[tuple[Convert | None, tuple[Gemm, ...]]]:
+        """The new conversions, each with the matmuls it replaces; ``None`` for one in high precision."""
         members = self.family.members
         output, weight = self._output(members["output"])
-        result = [(output, members["output"])]
+        result: list[tuple[Convert | None, tuple[Gemm, ...]]] = [(output, self.family.layers)]
         layer = output.gemm.node
         if self.family.grads:
             grad = self._grad()
             if "grad_input" in members:
-                result.append(
-                    (self._grad_input(members["grad_input"], layer, grad, weight), members["grad_input"])
-                )
+                grad_input = members["grad_input"]
+                result.append((self._grad_input(grad_input, layer, grad, weight), gemms(grad_input)))
             if "grad_weight" in members:
-                result.append(
-                    (self._grad_weight(members["grad_weight"], layer, grad), members["grad_weight"])
-                )
+                grad_weight = members["grad_weight"]
+                merged = self._grad_weight(gemms(grad_weight), layer, grad)
+                result.append((replace(grad_weight[0], gemm=merged), gemms(grad_weight)))
+        if self.family.kept:
+            self._grad_weight(self.family.kept, layer, grad)
+            result.append((None, self.family.kept))
         return result
 
     def _output(self, members: tuple[Convert, ...]) -> tuple[Convert, fx.Node]:
@@ -200,7 +202,7 @@ class _Rewrite:
         gemm = replace(
             first,
             node=product,
-            fqn=_names(members),
+            fqn=_names(self.family.layers),
             n=end,
             right=replace(first.right, node=weight),
             layer=product,
@@ -209,16 +211,17 @@ class _Rewrite:
 
     def _grad(self) -> fx.Node:
         """``concat(dy_i)``, before the first of the merged gradient matmuls."""
-        lasts = [
-            self._last(conversions) for role, conversions in self.family.members.items() if role != "output"
-        ]
+        members = self.family.members
+        merged = [gemms(conversions) for role, conversions in members.items() if role != "output"]
+        lasts = [self._last(each) for each in (*merged, self.family.kept) if each]
         insert = self._before(min(lasts, key=lambda gemm: self.order[gemm.node]))
         parts = []
         for grad in self.family.grads:
             node = self._now(grad.node)
             rank = len(shape_of(node))
             parts.append(node if rank == 2 else insert(aten.squeeze.dims, node, list(range(rank - 2))))
-        return insert(ops.concat, parts, 1)
+        whole = insert(ops.concat, parts, 1)
+        return insert(ops.materialize, whole) if self.family.kept else whole
 
     def _grad_input(
         self, members: tuple[Convert, ...], layer: fx.Node, grad: fx.Node, weight: fx.Node
@@ -227,7 +230,7 @@ class _Rewrite:
         total = self.family.sum
         assert total is not None
         first = members[0].gemm
-        insert = self._before(self._last(members))
+        insert = self._before(self._last(gemms(members)))
         right = _as_operand(insert, weight, first.right.transposed, first.dtype)
         product = insert(aten.mm.default, grad, right)
         insert = Inserter(self.graph, total.root, insert.provenance)
@@ -241,7 +244,7 @@ class _Rewrite:
         gemm = replace(
             first,
             node=product,
-            fqn=_names(members),
+            fqn=_names(gemms(members)),
             k=sum(int(c.gemm.k) for c in members),
             left=replace(first.left, node=grad),
             right=replace(first.right, node=weight),
@@ -249,35 +252,28 @@ class _Rewrite:
         )
         return replace(members[0], gemm=gemm)
 
-    def _grad_weight(self, members: tuple[Convert, ...], layer: fx.Node, grad: fx.Node) -> Convert:
+    def _grad_weight(self, members: tuple[Gemm, ...], layer: fx.Node, grad: fx.Node) -> Gemm:
         """``concat(dw_i) = concat(dy_i).T @ x``, after the last of the gradients."""
-        nodes = {conversion.gemm.node for conversion in members}
+        nodes = {gemm.node for gemm in members}
         last = self._last(members)
         waiting = users_between(nodes, self.order, self.order[last.node])
         insert = self._before(last)
         transposed = insert(aten.permute.default, grad, [1, 0])
         product = insert(aten.mm.default, transposed, last.node.args[1])
         end = 0
-        for conversion in members:
-            start, end = end, end + int(conversion.gemm.m)
+        for gemm in members:
+            start, end = end, end + int(gemm.m)
             part = insert(aten.slice.Tensor, product, 0, start, end)
-            if _reads_by_strides(conversion.gemm.node):
+            if _reads_by_strides(gemm.node):
                 part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
-            self._replace(conversion.gemm.node, part)
+            self._replace(gemm.node, part)
         for node in waiting:
             last.node.prepend(node)
-        gemm = replace(
-            members[0].gemm,
-            node=product,
-            fqn=_names(members),
-            m=end,
-            left=replace(members[0].gemm.left, node=grad),
-            layer=layer,
-        )
-        return replace(members[0], gemm=gemm)
+        left = replace(members[0].left, node=grad)
+        return replace(members[0], node=product, fqn=_names(members), m=end, left=left, layer=layer)
 
-    def _last(self, members: Sequence[Convert]) -> Gemm:
-        return max((conversion.gemm for conversion in members), key=lambda gemm: self.order[gemm.node])
+    def _last(self, members: Sequence[Gemm]) -> Gemm:
+        return max(members, key=lambda gemm: self.order[gemm.node])
 
     def _now(self, node: fx.Node) -> fx.Node:
         return current(node, self.replaced)
@@ -359,8 +355,8 @@ def _layout(node: fx.Node) -> object:
     return None if value is None else type(value)
 
 
-def _names(members: Sequence[Convert]) -> str:
-    return " + ".join(dict.fromkeys(conversion.gemm.fqn for conversion in members))
+def _names(members: Sequence[Gemm]) -> str:
+    return " + ".join(dict.fromkeys(gemm.fqn for gemm in members))
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:

@@ -12,7 +12,7 @@ from f8fx.recipe import Role
 from f8fx.report import MergeDecision
 from f8fx.torch_private import size_hint
 
-from .choice import Choice, Convert
+from .choice import Choice, Skip
 from .family import Apart, Family
 from .fqn import short_names
 
@@ -25,8 +25,8 @@ class Paying:
     """A family to merge.
 
     Attributes:
-        separate: predicted seconds of its float8 gemms as they are, for each role in the order of the parts.
-        merged: of the one gemm of each role.
+        separate: predicted seconds of its gemms as they are, for each role in the order of the parts.
+        merged: of the one gemm of each role, and of what is copied for it.
     """
 
     family: Family
@@ -63,9 +63,29 @@ def judged(family: Family, model: CostModel) -> Paying | Apart:
         separate[role] = tuple(model.gemm_seconds(m, k, n, True, rowwise) for m, k, n in parts)
         merged[role] = model.gemm_seconds(whole[0], whole[1], whole[2], True, rowwise)
     result = Paying(family, separate, merged)
-    if result.merged_seconds < result.separate_seconds:
-        return result
-    return Apart(family.layers, "would be no faster", _figures(result))
+    if result.merged_seconds >= result.separate_seconds:
+        return Apart(family.layers, "would be no faster", _figures(result))
+    return _with_kept(result, model) if family.kept else result
+
+
+def _with_kept(paying: Paying, model: CostModel) -> Paying:
+    """With the ``grad_weight`` of the family that stay in high precision, if that pays too."""
+    family = paying.family
+    sizes = [[int(size_hint(size) or 0) for size in (gemm.m, gemm.k, gemm.n)] for gemm in family.kept]
+    width = family.kept[0].left.dtype.itemsize
+    parts = tuple(model.gemm_seconds(m, k, n, False, itemsize=width) for m, k, n in sizes)
+    _, k, n = sizes[0]
+    merged = model.gemm_seconds(sum(m for m, _, _ in sizes), k, n, False, itemsize=width)
+    for gemm, (m, _, _) in zip(family.kept, sizes, strict=True):
+        if not gemm.left.fused:
+            merged += model.copy_seconds(m * k * width)
+    if merged >= sum(parts):
+        return replace(paying, family=replace(family, kept=()))
+    return replace(
+        paying,
+        separate={**paying.separate, "grad_weight": parts},
+        merged={**paying.merged, "grad_weight": merged},
+    )
 
 
 def _figures(paying: Paying) -> str:
@@ -81,14 +101,22 @@ def merge_decision(outcome: Paying | Apart) -> MergeDecision:
         names = tuple(gemm.fqn for gemm in outcome.layers)
         return MergeDecision(names, False, outcome.reason, outcome.detail)
     names = tuple(gemm.fqn for gemm in outcome.family.layers)
-    roles = tuple(outcome.family.members)
-    seconds = outcome.separate_seconds, outcome.merged_seconds
-    return MergeDecision(names, True, "merged", _figures(outcome), roles, *seconds)
+    return MergeDecision(
+        names,
+        True,
+        "merged",
+        _figures(outcome),
+        roles=tuple(outcome.family.members),
+        kept_roles=("grad_weight",) if outcome.family.kept else (),
+        separate_seconds=outcome.separate_seconds,
+        merged_seconds=outcome.merged_seconds,
+    )
 
 
 def noted(choices: Sequence[Choice], outcomes: Sequence[Paying | Apart]) -> list[Choice]:
     """The choices; those of layers that read one input say whether they were merged, and gain what merging gains."""
     notes: dict[fx.Node, str] = {}
+    kept: dict[fx.Node, str] = {}
     gains: dict[fx.Node, float] = {}
     for outcome in outcomes:
         if isinstance(outcome, Apart):
@@ -97,25 +125,26 @@ def noted(choices: Sequence[Choice], outcomes: Sequence[Paying | Apart]) -> list
             continue
         texts = _merged_with([gemm.fqn for gemm in outcome.family.layers])
         notes.update(zip((gemm.node for gemm in outcome.family.layers), texts, strict=True))
+        kept.update((gemm.node, text) for gemm, text in zip(outcome.family.kept, texts, strict=False))
         for role, members in outcome.family.members.items():
             parts = outcome.separate[role]
             left = outcome.merged[role] / sum(parts)  # of each gemm's seconds
-            gains.update(
-                (conversion.gemm.node, seconds * (1 - left))
-                for conversion, seconds in zip(members, parts, strict=True)
-            )
-    return [
-        _noted(choice, notes, gains.get(choice.gemm.node, 0.0)) if isinstance(choice, Convert) else choice
-        for choice in choices
-    ]
+            pairs = zip(members, parts, strict=True)
+            gains.update((conversion.gemm.node, seconds * (1 - left)) for conversion, seconds in pairs)
+    return [_noted(choice, notes, kept, gains) for choice in choices]
 
 
-def _noted(conversion: Convert, notes: Mapping[fx.Node, str], gain: float) -> Convert:
-    noted = replace(conversion, merge=notes.get(conversion.gemm.layer, ""))
-    if not gain or not conversion.seconds or not conversion.speedup:
+def _noted(
+    choice: Choice, notes: Mapping[fx.Node, str], kept: Mapping[fx.Node, str], gains: Mapping[fx.Node, float]
+) -> Choice:
+    if isinstance(choice, Skip):
+        return replace(choice, merge=kept.get(choice.gemm.node, ""))
+    noted = replace(choice, merge=notes.get(choice.gemm.layer, ""))
+    gain = gains.get(choice.gemm.node, 0.0)
+    if not gain or not choice.seconds or not choice.speedup:
         return noted
-    float8 = conversion.seconds / conversion.speedup - gain
-    return replace(noted, speedup=conversion.seconds / float8)
+    float8 = choice.seconds / choice.speedup - gain
+    return replace(noted, speedup=choice.seconds / float8)
 
 
 def _merged_with(names: Sequence[str]) -> list[str]:

@@ -17,15 +17,16 @@ from torch import fx
 
 from f8fx import hardware as hardware_table
 from f8fx import ops
+from f8fx.cost import CostModel
 from f8fx.hardware import Hardware
 from f8fx.recipe import Recipe
 from f8fx.report import GemmInfo
 from f8fx.torch_private import size_hint, statically_true
 
-from .choice import ALIGNMENT, Choice, Convert, Skip
+from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert, Skip
 from .find import Found
 from .gemm import Gemm, Operand, Size, Unmatched
-from .worth import Worth
+from .worth import Worth, cost_model
 
 
 class FilterError(ValueError):
@@ -63,20 +64,28 @@ class Select:
         policy: the user's say.
         hardware: what the decisions are for; ``None``: the device each matmul runs on.
         predict: put the cost model's figures on every choice, also where they decide nothing.
+        rescales: the devices on which a kernel of its own may have to apply rowwise scales
+            (:class:`f8fx.cost.CostModel`).
     """
 
     def __init__(
-        self, recipe: Recipe, policy: Policy, hardware: Hardware | None = None, predict: bool = False
+        self,
+        recipe: Recipe,
+        policy: Policy,
+        hardware: Hardware | None = None,
+        predict: bool = False,
+        rescales: Callable[[torch.device], bool] = lambda device: True,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         self.hardware = hardware
         self.predict = predict
+        self.rescales = rescales
 
     def __call__(self, found: Found, cached: Collection[fx.Node] = ()) -> list[Choice]:
         """The choices; casts of the ``cached`` weights cost nothing."""
         choices = [self._legal(gemm) for gemm in found.gemms]
-        worth = Worth(self.recipe, self.hardware_of, cached)
+        worth = Worth(self.recipe, self.model_of, cached)
         if self.policy.select == "auto":
             judged = worth.decide(choices)
             # a weight that exists in float8 only has no high-precision matmul to fall back to
@@ -89,6 +98,14 @@ class Select:
     def hardware_of(self, device: torch.device) -> Hardware:
         """The hardware a matmul on that device is decided for."""
         return self.hardware or _hardware_of(device)
+
+    def model_of(self, device: torch.device) -> CostModel:
+        """What a matmul on that device is predicted to cost."""
+        hardware = self.hardware_of(device)
+        # decided for a GPU from anywhere else, a matmul is to run as it would there
+        return cost_model(
+            hardware, self.rescales(torch.device("cuda") if hardware.float8_tensor_cores else device)
+        )
 
     # -- what is legal
 
@@ -116,7 +133,7 @@ class Select:
 
     def _recipe_guard(self, gemm: Gemm) -> Skip | None:
         if self.recipe.gemm(gemm.role) is None:
-            return Skip(gemm, "kept in high precision by the recipe", f"{self.recipe.name}: {gemm.role}")
+            return Skip(gemm, KEPT_BY_RECIPE, f"{self.recipe.name}: {gemm.role}")
         if gemm.dtype not in self.recipe.convert_dtypes:
             name = str(gemm.dtype).removeprefix("torch.")
             return Skip(gemm, f"{name} matmul", f"recipe {self.recipe.name} converts {self._dtypes()}")

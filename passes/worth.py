@@ -50,18 +50,18 @@ class Worth:
 
     Args:
         recipe: decides what casts a gemm needs.
-        hardware_of: the hardware a matmul on a device is decided for.
+        model_of: the cost model of what a matmul on a device is decided for.
         cached: weights whose casts cost nothing, since they were made before.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        hardware_of: Callable[[torch.device], Hardware],
+        model_of: Callable[[torch.device], CostModel],
         cached: Collection[fx.Node] = (),
     ) -> None:
         self.recipe = recipe
-        self.hardware_of = hardware_of
+        self.model_of = model_of
         self.cached = cached
 
     def decide(self, choices: Sequence[Choice]) -> list[Choice]:
@@ -100,7 +100,7 @@ class Worth:
         batch = 1
         for size in value.shape[:-2]:
             batch *= size_hint(size) or 1
-        model = cost_model(self.hardware_of(value.device))
+        model = self.model_of(value.device)
         # a batch fills the device like so many more rows
         seconds = model.gemm_seconds(batch * m, k, n, False, itemsize=value.dtype.itemsize)
         return replace(choice, seconds=seconds)
@@ -109,7 +109,7 @@ class Worth:
         self, choices: Sequence[Choice], drop: bool
     ) -> Iterator[tuple[int, Convert, _Prediction | None]]:
         """What every matmul that could be converted costs; ``None`` where sizes are unknown."""
-        by_hardware: dict[Hardware, list[tuple[int, Convert, PlannedGemm]]] = {}
+        by_model: dict[CostModel, list[tuple[int, Convert, PlannedGemm]]] = {}
         layers = _layers(choice.gemm for choice in choices if isinstance(choice, Convert))
         for index, choice in enumerate(choices):
             if isinstance(choice, Convert):
@@ -117,10 +117,10 @@ class Worth:
                 if planned is None:
                     yield index, choice, None
                 else:
-                    hardware = self.hardware_of(choice.gemm.device)
-                    by_hardware.setdefault(hardware, []).append((index, choice, planned))
-        for hardware, group in by_hardware.items():
-            model = cost_model(hardware)
+                    by_model.setdefault(self.model_of(choice.gemm.device), []).append(
+                        (index, choice, planned)
+                    )
+        for model, group in by_model.items():
             verdicts = plan(model, [planned for _, _, planned in group], drop)
             for (index, choice, _), verdict in zip(group, verdicts, strict=True):
                 yield index, choice, _Prediction(verdict, layers[choice.gemm.layer], model)
@@ -215,6 +215,6 @@ def _is_odd(layer: _Layer) -> bool:
 
 
 @lru_cache(maxsize=16)
-def cost_model(hardware: Hardware) -> CostModel:
+def cost_model(hardware: Hardware, rescales: bool) -> CostModel:
     """The model of a GPU, made once."""
-    return CostModel(hardware)
+    return CostModel(hardware, rescales=rescales)

@@ -277,6 +277,22 @@ def test_rescale_reads_and_writes_the_result() -> None:
     assert rescaled - plain == pytest.approx(4 * 8192 * 4096 / bandwidth + H100.hardware.launch_overhead)
 
 
+def test_no_rescale_where_the_gemm_applies_the_scales() -> None:
+    model = CostModel(H100.hardware, rescales=False)
+    recipe = Recipe.named("rowwise")
+    gradients = ((8192, 4096, 4096), (4096, 8192, 4096))  # without fast accumulation
+    spared = 0.0
+    for shape in gradients:
+        plain, rescaled = (model.gemm_seconds(*shape, True, True, rescale) for rescale in (False, True))
+        assert plain == rescaled == H100.gemm_seconds(*shape, True, True)
+        spared += H100.gemm_seconds(*shape, True, True, True) - plain
+    shape = (8192, 4096, 4096)
+    layers = [each.layer(*shape, recipe).float8_seconds for each in (H100, model)]
+    assert spared > 0 and layers[0] - layers[1] == pytest.approx(spared)
+    values = dict(zip((M, K, N), shape, strict=True))
+    assert float(model.expression(recipe, True).subs(values)) == pytest.approx(layers[1])
+
+
 def test_padding() -> None:
     recipe = Recipe.named("tensorwise")
     assert H100.pad_pays(16384, 8192, 8190, recipe)

@@ -100,6 +100,11 @@ class Lowering:
         whole.f8fx_parts = Parts(tuple(values), dim)
         return whole
 
+    def side_by_side(self, x: Any, parts: Parts) -> Any:
+        """The value, which remembers what stands side by side in it."""
+        x.f8fx_parts = parts
+        return x
+
     def parts(self, x: Any) -> Parts | None:
         """What a :meth:`concatenation` was made of; ``None`` for any other value."""
         return getattr(x, "f8fx_parts", None)

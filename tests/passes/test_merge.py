@@ -31,6 +31,71 @@ def gemms(fn, *args, **options):
 
 
 class TestMerged(TestCase):
+    def test_weight_gradients_in_high_precision(self):
+        """The joined gradients are in memory, and one matmul reads them."""
+
+        def f(x, w1, w2):
+            return F.linear(x, w1).sin(), F.linear(x, w2).cos()
+
+        args = (randn(M, K), *weights(64, 96))
+        text = graph_after(f, *args, recipe="rowwise_with_gw_hp", **H100)
+        self.assertExpectedInline(
+            text[text.index("tangents") :],
+            """\
+tangents_1: bf16[64,64]
+tangents_2: bf16[64,96]
+concat: bf16[160,128] = f8fx.concat([primals_2, primals_3], 0)
+amax: f32[64] = f8fx.amax(primals_1, 1)
+scale: f32[64] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
+quantize: e4m3[64,128] = f8fx.quantize(primals_1, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal: f32[64] = reciprocal(scale)
+amax_1: f32[160] = f8fx.amax(concat, 1)
+scale_1: f32[160] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=True)
+quantize_1: e4m3[160,128] = f8fx.quantize(concat, scale_1, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal_1: f32[160] = reciprocal(scale_1)
+permute: e4m3[128,160] = permute(quantize_1, [1, 0])
+as_strided: f32[64,1] = as_strided(reciprocal, [64, 1], [1, 1])
+as_strided_1: f32[1,160] = as_strided(reciprocal_1, [1, 160], [160, 1])
+scaled_mm: bf16[64,160] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
+slice: bf16[64,64] = slice(scaled_mm, 1, 0, 64)
+slice_1: bf16[64,96] = slice(scaled_mm, 1, 64, 160)
+sin: bf16[64,64] = sin(slice)
+cos: bf16[64,96] = cos(slice_1)
+sin_1: bf16[64,96] = sin(slice_1)
+neg: bf16[64,96] = neg(sin_1)
+mul: bf16[64,96] = mul(tangents_2, neg)
+cos_1: bf16[64,64] = cos(slice)
+mul_1: bf16[64,64] = mul(tangents_1, cos_1)
+concat_1: bf16[64,160] = f8fx.concat([mul_1, mul], 1)
+materialize: bf16[64,160] = f8fx.materialize(concat_1)
+permute_1: bf16[160,64] = permute(materialize, [1, 0])
+mm: bf16[160,128] = mm(permute_1, primals_1)
+slice_2: bf16[64,128] = slice(mm, 0, 0, 64)
+slice_3: bf16[96,128] = slice(mm, 0, 64, 160)
+permute_2: bf16[128,96] = permute(slice_3, [1, 0])
+permute_3: bf16[96,128] = permute(permute_2, [1, 0])
+permute_4: bf16[128,64] = permute(slice_2, [1, 0])
+amax_2: f32[64] = f8fx.amax(materialize, 1)
+scale_2: f32[64] = f8fx.scale(amax_2, dtype=e4m3, power_of_2=True)
+quantize_2: e4m3[64,160] = f8fx.quantize(materialize, scale_2, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal_2: f32[64] = reciprocal(scale_2)
+unsqueeze: f32[1,160] = unsqueeze(amax_1, 0)
+amax_3: f32[] = f8fx.amax(unsqueeze, None)
+scale_3: f32[] = f8fx.scale(amax_3, dtype=e4m3, power_of_2=True)
+quantize_3: e4m3[128,160] = f8fx.quantize(concat, scale_3, dtype=e4m3, transpose=True, align=[1, 1])
+reciprocal_3: f32[] = reciprocal(scale_3)
+permute_5: e4m3[160,128] = permute(quantize_3, [1, 0])
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+scaled_mm_1: bf16[64,128] = _scaled_mm(quantize_2, permute_5, full, full, None, None, bf16, False)
+unsqueeze_1: f32[64,1] = unsqueeze(reciprocal_2, 1)
+mul_2: f32[64,1] = mul(unsqueeze_1, reciprocal_3)
+convert_element_type: f32[64,128] = prims.convert_element_type(scaled_mm_1, f32)
+mul_3: f32[64,128] = mul(convert_element_type, mul_2)
+convert_element_type_1: bf16[64,128] = prims.convert_element_type(mul_3, bf16)
+permute_6: bf16[64,128] = permute(permute_4, [1, 0])
+return [sin, cos, convert_element_type_1, permute_6, permute_3]""",
+        )
+
     def test_inference(self):
         text = graph_after(gate_up, randn(M, K, grad=False), *weights(64, 64, grad=False), **H100)
         self.assertExpectedInline(

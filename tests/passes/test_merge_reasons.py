@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import f8fx
 from f8fx import hardware, ops
 from f8fx.cost import CostModel
-from f8fx.passes import merge as merge_pass
+from f8fx.passes import select as select_pass
 from f8fx.passes.family import Apart, families
 from f8fx.report import GraphReport
 from tests.helpers import bf16, joint_graphs, randn
@@ -108,6 +108,77 @@ def test_the_rest_of_a_family_says_why():
     ]
 
 
+# -- weight gradients that the recipe keeps in high precision
+
+
+def high_precision(fn: Any, *args: Any, **options: Any) -> tuple[GraphReport, int]:
+    """The report of ``rowwise_with_gw_hp``, and how many matmuls the graph has in high precision."""
+    found: list[tuple[GraphReport, int]] = []
+    parsed = f8fx.Options.parse(
+        {"select": "all", "target": "h100", "recipe": "rowwise_with_gw_hp", **options}
+    )
+    pipeline = parsed.pipeline(debug=True)
+
+    def transform(graph):
+        result = pipeline(graph)
+        found.append((result, len(graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))))
+
+    joint_graphs(fn, *args, transform=transform)
+    return found[0]
+
+
+def test_weight_gradients_in_high_precision_are_merged_too():
+    result, matmuls = high_precision(GateUp(), randn(M, K))
+    (merge,) = result.merges
+    assert set(merge.roles) == {"output", "grad_input"} and merge.kept_roles == ("grad_weight",)
+    assert matmuls == 1 and (result.converted, result.gemms) == (4, 2)
+    kept = {d.fqn: (d.reason, d.merge) for d in result.decisions if d.role == "grad_weight"}
+    reason = "kept in high precision by the recipe"
+    assert kept == {"gate": (reason, "merged with up"), "up": (reason, "merged with gate")}
+    assert GraphReport.from_dict(result.to_dict()) == result
+
+
+def separate_weight_gradients(matmuls: int, fn: Any, *args: Any) -> None:
+    """The float8 gemms are merged, those in high precision are not."""
+    result, found = high_precision(fn, *args)
+    (merge,) = result.merges
+    assert merge.merged and merge.kept_roles == () and found == matmuls
+    assert {d.merge for d in result.decisions if d.role == "grad_weight"} == {""}
+
+
+def test_weight_gradients_that_would_have_to_be_copied():
+    """What the gradients come from is no kernel that could write them side by side, and small gemms gain too little."""
+
+    def f(x, a, b):
+        return F.linear(x, a), F.linear(x, b)
+
+    class NoLaunches(CostModel):
+        """One gemm is as fast as two."""
+
+        def gemm_seconds(self, m, k, n, float8, *args, **kwargs):
+            return 1e-9 * (m + k + n if float8 else m)
+
+    args = randn(M, K), *weights(64, 64)
+    assert high_precision(f, *args)[1] == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select_pass, "cost_model", lambda *_: NoLaunches(hardware.find("h100")))
+        separate_weight_gradients(2, f, *args)
+
+
+def test_the_weight_gradient_of_a_frozen_weight():
+    model = GateUp()
+    model.up.requires_grad_(False)
+    separate_weight_gradients(1, model, randn(M, K))
+
+
+@pytest.mark.parametrize("how", ["input first", "two gradients"])
+def test_weight_gradients_of_another_form(how):
+    def f(x, a, b):
+        return Linear.apply(x, a, how).sin()[:, :32] * Linear.apply(x, b, how)
+
+    separate_weight_gradients(2, f, randn(M, K), *weights(64, 32))
+
+
 # -- what stays, layer by layer
 
 
@@ -127,7 +198,7 @@ def test_no_gain(monkeypatch):
         def gemm_seconds(self, m, k, n, *args, **kwargs):
             return 1e-6 * m * n * n
 
-    monkeypatch.setattr(merge_pass, "cost_model", lambda _: Superlinear(hardware.find("h100")))
+    monkeypatch.setattr(select_pass, "cost_model", lambda *_: Superlinear(hardware.find("h100")))
     unmerged(
         "would be no faster",
         gate_up,

@@ -74,6 +74,23 @@ def test_cpu_is_never_worth_it():
     assert 'select="all"' in decisions[0].detail
 
 
+def test_rowwise_scales_decide_what_pays():
+    """A kernel of its own that rescales the result costs what the gemm gains."""
+    decisions = {}
+    for scales in ("in_gemm", "torchao"):
+        report = report_of(
+            F.linear,
+            *xw(512, 4096, 4096),
+            select="auto",
+            target="h100",
+            recipe="rowwise",
+            rowwise_scales=scales,
+        )
+        decisions[scales] = {d.role: d.speedup for d in report.decisions}
+    assert decisions["in_gemm"]["output"] == decisions["torchao"]["output"]
+    assert decisions["in_gemm"]["grad_input"] > decisions["torchao"]["grad_input"]
+
+
 def test_too_small():
     decisions = untouched(F.linear, *xw(), target="h100")
     assert reasons(decisions) == {"too small"}
