@@ -60,9 +60,9 @@ EXPERIMENTS: Mapping[str, Mapping[str, Version]] = {
         "torchao": Version(options={"rowwise_scales": "torchao"}),
     },
     "save": {"fast": Version(options={"save": "fast"})},
-    "kernels": {
-        "triton": Version(options={"kernels": "triton"}),
-        "triton, fast": Version(options={"kernels": "triton", "save": "fast"}),
+    "kernels": {"inductor": Version(options={"kernels": "inductor"})},
+    "combo_kernel_per_subkernel_blocks": {
+        "without": Version(inductor={"combo_kernel_per_subkernel_blocks": False})
     },
     "realize_opcount_threshold": {"30": Version(inductor={"realize_opcount_threshold": 30})},
     "mix_order_reduction": {"without": Version(inductor={"triton.mix_order_reduction": False})},

@@ -25,7 +25,7 @@ from torch import fx
 
 from f8fx import executor, lowerings
 from f8fx.options import Options
-from f8fx.torch_private import fake_tensor_mode
+from f8fx.torch_private import combine_more, fake_tensor_mode
 from f8fx.tuning import tuning
 
 from .rereads import L2_BYTES, PROCESSORS, Tensor, reread_bytes, strided_bytes
@@ -147,7 +147,7 @@ def halves(
     parsed = Options.parse({"select": "all", "target": "h100", **options})
     pipeline = parsed.pipeline(
         rowwise_scales=lambda device: parsed.rowwise_scales or "in_gemm",
-        kernels=lambda device: parsed.kernels == "triton",
+        kernels=lambda device: parsed.kernels == "auto",
     )
     found: list[fx.GraphModule] = []
     saved = 0
@@ -206,17 +206,25 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
     lowerings.register()
     graph, inputs, mode = _on_cuda(half)
     patches = {"force_disable_caches": True, "compile_threads": 1, "triton.autotune_at_compile_time": False}
-    if any(getattr(node.target, "namespace", "") == "f8fx" for node in half.graph.nodes):
+    rewritten = any(getattr(node.target, "namespace", "") == "f8fx" for node in half.graph.nodes)
+    if rewritten:
         patches.update(tuning({}))
     with V.set_fake_mode(mode), config.patch(patches):
         _recursive_post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), _recorded() as sources:
+            if rewritten:
+                combine_more()
             lowering.run(*inputs)
             code = lowering.codegen()[0]
             # Inductor counts 4-byte words
             counted = [(node, 4 * words) for node, words in lowering.count_bytes()[1]]
-            kernels = tuple(_kernel(lowering, node, moved, sources) for node, moved in counted if _name(node))
+            kernels = tuple(
+                kernel
+                for node, moved in counted
+                if _name(node)
+                for kernel in _kernels(lowering, node, moved, sources)
+            )
             names = named(lowering, sources)
     return Generated(kernels, code if isinstance(code, str) else code.value, names)
 
@@ -240,16 +248,31 @@ def _recorded() -> Iterator[_Sources]:
     """Keeps the text of every Triton kernel that is generated in the block."""
     from torch._inductor.codegen.triton import TritonScheduling
 
-    define, sources = TritonScheduling.define_kernel, _Sources()
+    define, combine, sources = (
+        TritonScheduling.define_kernel,
+        TritonScheduling.generate_combo_kernel_code,
+        _Sources(),
+    )
+    combined: dict[int, tuple[Any, Sequence[Any]]] = {}
 
     def defining(self: Any, source: str, nodes: Sequence[Any], kernel: Any) -> Any:
         name = define(self, source, nodes, kernel)
-        parts = [node for node in nodes if hasattr(node, "get_name")]
-        for node in parts:
+        given = [node for node in nodes if hasattr(node, "get_name")]
+        parts = combined[id(kernel)][1] if id(kernel) in combined else given
+        for node in given:
             sources.setdefault(node.get_name(), []).append(_Source(str(name), source, kernel, parts))
         return name
 
-    with mock.patch.object(TritonScheduling, "define_kernel", defining):
+    def combining(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # nodes to be combined may become several kernels after all
+        made = combine(self, *args, **kwargs)
+        combined.update({id(kernel): (kernel, nodes) for _, kernel, nodes in made})
+        return made
+
+    with (
+        mock.patch.object(TritonScheduling, "define_kernel", defining),
+        mock.patch.object(TritonScheduling, "generate_combo_kernel_code", combining),
+    ):
         yield sources
 
 
@@ -293,13 +316,17 @@ def watched() -> Iterator[list[Lowered]]:
 
 
 def named(lowering: Any, sources: _Sources) -> dict[str, Kernel]:
-    """The Triton kernels of a graph that was lowered, by name."""
+    """The Triton kernels of a graph that was lowered, by name; of one of ours that runs several times, the mean."""
     kernels = {}
+    own: dict[str, list[int]] = {}
     for node in lowering.scheduler.nodes:
-        if not node.is_extern():
+        if _is_own(node):
+            own.setdefault(_own_name(node), []).append(_own_bytes(lowering, node))
+        elif not node.is_extern():
             for source in _sources_of(node, sources):
                 kernels[source.name] = _counted(lowering, node, source)
-    return kernels
+    means = {name: sum(sizes) // len(sizes) for name, sizes in own.items()}
+    return {**kernels, **{name: Kernel(f"triton_{name}", size) for name, size in means.items()}}
 
 
 def _sources_of(node: Any, sources: _Sources) -> list[_Source]:
@@ -308,7 +335,7 @@ def _sources_of(node: Any, sources: _Sources) -> list[_Source]:
 
 
 def _counted(lowering: Any, node: Any, source: _Source) -> Kernel:
-    """One generated kernel of a scheduler node; a combo kernel of many parts is several."""
+    """One generated kernel of a scheduler node; a combo node may be several."""
     touched = _touched(node)
     own: Counter[str] = Counter()
     for part in source.nodes:
@@ -322,7 +349,7 @@ def _counted(lowering: Any, node: Any, source: _Source) -> Kernel:
                 tensors[getattr(argument, "inner_name", argument)] = Tensor(touched[buffer], itemsize)
                 moved[buffer] = min(own[buffer], touched[buffer])  # parts may read the same
     return Kernel(
-        source.name,
+        _operators(source.nodes),
         sum(moved.values()),
         reread_bytes(source.text, tensors),
         strided_bytes(source.text, tensors),
@@ -334,15 +361,20 @@ def _touched(node: Any) -> Mapping[str, int]:
     return node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
 
 
-def _kernel(lowering: Any, node: Any, moved: int, sources: _Sources) -> Kernel:
-    """A scheduler node as it is in the generated code."""
+def _kernels(lowering: Any, node: Any, moved: int, sources: _Sources) -> list[Kernel]:
+    """The launches of a scheduler node in the generated code.
+
+    Inductor counts a combo node as one kernel, which it need not be: parts of unlike tiling, and large ones, are
+    launched by themselves, and read by themselves what others have read.
+    """
     if _is_own(node):
-        # what it writes are arguments too
-        moved = sum(_bytes(lowering, name) for name in {x.get_name() for x in node.node.inputs})
+        return [Kernel(_name(node), _own_bytes(lowering, node))]
     if node.is_extern():
-        return Kernel(_name(node), moved)
+        return [Kernel(_name(node), moved)]
     parts = [_counted(lowering, node, source) for source in _sources_of(node, sources)]
-    return Kernel(_name(node), moved, sum(part.reread for part in parts), sum(part.strided for part in parts))
+    if len(parts) > 1:
+        return parts
+    return [Kernel(_name(node), moved, sum(p.reread for p in parts), sum(p.strided for p in parts))]
 
 
 def _name(node: Any) -> str:
@@ -350,10 +382,15 @@ def _name(node: Any) -> str:
     if type(node).__name__.startswith("Nop"):
         return ""
     if _is_own(node):
-        return f"triton_{node.node.get_kernel_and_metadata()[0].__name__}"
+        return f"triton_{_own_name(node)}"
     if node.is_extern():
         return str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
-    targets = [origin.target for part in node.get_nodes() for origin in part.node.origins]
+    return _operators(node.get_nodes())
+
+
+def _operators(nodes: Sequence[Any]) -> str:
+    parts = [part for node in nodes for part in node.get_nodes()]
+    targets = [origin.target for part in parts for origin in part.node.origins]
     names = {target.overloadpacket.__name__ for target in targets if hasattr(target, "overloadpacket")}
     return "triton_" + "_".join(sorted(names))
 
@@ -361,6 +398,15 @@ def _name(node: Any) -> str:
 def _is_own(node: Any) -> bool:
     """Whether a scheduler node launches a Triton kernel that was written by hand."""
     return type(node.node).__name__ == "UserDefinedTritonKernel"
+
+
+def _own_name(node: Any) -> str:
+    return str(node.node.get_kernel_and_metadata()[0].__name__)
+
+
+def _own_bytes(lowering: Any, node: Any) -> int:
+    """Of all arguments, which what it writes are too."""
+    return sum(_bytes(lowering, name) for name in {x.get_name() for x in node.node.inputs})
 
 
 def _bytes(lowering: Any, name: str) -> int:

@@ -65,7 +65,8 @@ def kind_of(launch: Launch) -> str:
     """``gemm``, ``attention``, ``triton``, ``copy`` or ``other``."""
     if launch.gemm is not None:
         return "gemm"
-    if launch.name.startswith("triton_"):  # named after the operators it came from, attention among them
+    # named after the operators it came from, attention among them, or one of ours
+    if launch.name.startswith(("triton_", "row_cast_columns")):
         return "triton"
     if "attention" in launch.op or any(word in launch.name for word in ("flash", "fmha", "sdpa")):
         return "attention"

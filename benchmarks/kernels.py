@@ -137,7 +137,8 @@ def _rows_and_columns(xs: Sources, name: str) -> list[Version]:
 
     def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = definition.scale(definition.amax(x, 1), FP8, False)
-        return _definition_cast(x, scale[:, None], False), scale, definition.amax(x, 0)
+        amaxes = definition.amax(x, 0)[None]
+        return _definition_cast(x, scale[:, None], False), scale.reciprocal(), amaxes
 
     compiled = _compiled(function, xs[0].device)
     return [functools.partial(compiled, x) for x in xs]

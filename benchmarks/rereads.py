@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 #: Of an H100.
@@ -55,7 +55,9 @@ class _Part:
 
     length: int = 0
     loops: int = 0
-    loads: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    loads: dict[str, dict[int, list[str]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
     stores: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -75,14 +77,13 @@ def reread_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
             tensor = tensors[name]
             if tensor.bytes <= _STAYS:
                 continue
-            rows = any(_ALONG.search(index) for index in passes.values())
+            rows = any(_ALONG.search(index) for index in _indices(passes))
             in_flight = part.length * tensor.itemsize * PROCESSORS * _PROGRAMS
             if not (rows and not cooperative and part.length and in_flight <= L2_BYTES):
                 total += tensor.bytes * (len(passes) - 1)
-            # parts that begin at different columns (q, k and v of their product) share nothing
-            begins = {(name, _begin(index)) for index in passes.values()}
-            if begins & seen:
-                total += tensor.bytes
+            # what begins at different columns (q, k and v of their product) shares nothing
+            begins = {(name, _begin(index)) for index in _indices(passes)}
+            total += tensor.bytes * len(begins & seen) // len(begins)
             seen |= begins
     return total
 
@@ -93,11 +94,15 @@ def strided_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
         return 0
     total = 0
     for part in _parts(source):
-        if any(_ALONG.search(index) for passes in part.loads.values() for index in passes.values()):
+        if any(_ALONG.search(index) for passes in part.loads.values() for index in _indices(passes)):
             for name, index in part.stores:
                 if name in tensors and _ACROSS.search(index) and _X_ALONG.search(index):
                     total += tensors[name].bytes
     return total
+
+
+def _indices(passes: Mapping[int, Iterable[str]]) -> list[str]:
+    return [index for indices in passes.values() for index in indices]
 
 
 def _begin(index: str) -> int:
@@ -116,6 +121,6 @@ def _parts(source: str) -> Iterator[_Part]:
         if _LOOP.match(line):
             part.loops += 1
         for name, index in _LOAD.findall(line):
-            part.loads[name][part.loops] = index
+            part.loads[name][part.loops].append(index)
         part.stores.extend(_STORE.findall(line))
     yield part

@@ -6,11 +6,13 @@ kernels around them as if they had been written out as primitives, while graphs 
 A ``concat`` is read part by part and never written: its amax is the largest, or the row, of its parts'
 amaxes, and its casts are written by each part's kernel into one buffer.
 
-Three things are pinned by hand:
+Four things are pinned by hand:
 
 * float8 copies get the strides the gemm needs (``[rows, k]``, k innermost): Inductor would be free to
   choose others, and ``_scaled_mm`` rejects them;
 * scales are realized, so that their float64 arithmetic is done once, not once per element;
+* transposed copies that a reduction over rows would store a byte at a time are cast in tiled kernels of their own, all
+  that read the same in one;
 * saturation is written as two ``where``, not as ``minimum``/``maximum``: next to a transposed 1-byte
   store, the latter's NaN-propagating form is miscompiled by Triton
   (https://github.com/triton-lang/triton/issues/11111). ``where`` lets NaN through as well. For the amax
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, reduce
 from typing import Any
 
@@ -48,9 +51,7 @@ def register() -> None:
     table.register(ops.scale, lambda amax, **kwargs: _scale(table, amax, **kwargs))
     register_guarded(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
     register_guarded(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
-    table.register(
-        ops.quantize_rowwise, lambda tensors, **kwargs: _quantize_rowwise(table, tensors, **kwargs)
-    )
+    table.register(ops.quantize_rowwise, lambda *args, **kwargs: _quantize_rowwise(table, *args, **kwargs))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
     table.register(ops.materialize, lambda x: _materialize(table, x))
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
@@ -67,7 +68,9 @@ def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
         elif whole.dim == 1:
             rows = _amax(table, x, 1)
         else:
-            rows = table.concatenation([table.realized(_amax(table, part, 1)) for part in whole.values], 0)
+            # tensors in memory may be read in fewer, longer rows
+            parts = [table.longer_rows(part, len(whole.values)) for part in whole.values]
+            rows = table.concatenation([table.realized(_amax(table, part, 1)) for part in parts], 0)
         return table(aten.amax, rows, [0], False)
     if whole is not None:
         amaxes = [_amax(table, part, dim) for part in whole.values]
@@ -77,6 +80,11 @@ def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
     # in float32, which is exact for a maximum: Inductor's C++ code for two equal bfloat16 reductions in one
     # kernel does not compile (torch 2.13)
     magnitude = table.to_dtype(table(aten.abs, x), torch.float32)
+    if dim == 0 and table.is_normalized(ops.amax):
+        # beside a norm's backward it would ride in the sum over rows that the weight's gradient is, and Inductor takes
+        # that sum in the kernel that reduces rows only if nothing rides in it
+        with table.fused_only_with("column amax", first=True):
+            return table(aten.amax, magnitude, [0], False)
     return table(aten.amax, magnitude, [0, 1] if dim is None else [dim], False)
 
 
@@ -105,14 +113,17 @@ def _quantize(
 ) -> Any:
     whole = table.parts(x) if max(align) == 1 else None  # padding is of the whole
     if whole is None:
-        copy = table.row_major(_cast(table, x, scale, dtype, dim, transpose, align))
-        # a reduction over rows would store it a byte at a time: a tiled kernel of its own reads its source once more
-        return table.alone(copy) if transpose and (dim == 0 or table.is_normalized(ops.quantize)) else copy
+        tiled = transpose and (dim == 0 or table.is_normalized(ops.quantize))
+        with table.fused_only_with("transposed") if tiled else nullcontext():
+            return table.row_major(_cast(table, x, scale, dtype, dim, transpose, align))
     # every part is cast into its place in one buffer
     casts = [
         _cast(table, part, own, dtype, dim, transpose, align)
         for part, own in zip(whole.values, _scales(table, scale, whole, dim), strict=True)
     ]
+    if transpose and dim == 0:
+        with table.fused_only_with("transposed"):
+            return table.filled(casts, 1 - whole.dim)
     return table.filled(casts, 1 - whole.dim if transpose else whole.dim)
 
 
@@ -181,28 +192,28 @@ def _quantize_both(
 def _quantize_rowwise(
     table: Lowering,
     tensors: Sequence[Any],
+    groups: Sequence[int],
     *,
     dtype: torch.dtype,
     power_of_2: bool = False,
-    power_of_2_t: bool = False,
-    align_t: Sequence[int] = (1, 1),
-) -> tuple[Any, Any, Any, Any]:
-    """Row cast and column amaxes by the Triton kernel, or by Inductor's; then the transposed cast."""
+) -> list[Any]:
+    """Row casts and column amaxes by the Triton kernel, or by Inductor's."""
     sources = [table.row_major(x) for x in tensors]
-    x = sources[0] if len(sources) == 1 else table.concatenation(sources, 0)
-    launched = _row_cast_columns(table, sources, dtype, power_of_2)
-    if launched is None:
+    launched = _row_cast_columns(table, sources, groups, dtype, power_of_2)
+    if launched is not None:
+        return launched
+    results = []
+    for group in ops.grouped(sources, groups):
+        x = group[0] if len(group) == 1 else table.concatenation(group, 0)
         scale = _scale(table, table(ops.amax, x, 1), dtype=dtype, power_of_2=power_of_2)
-        launched = table(ops.quantize, x, scale, dtype=dtype, dim=1), scale, table(ops.amax, x, 0)
-    copy, scale, columns = launched
-    scale_t = _scale(table, columns, dtype=dtype, power_of_2=power_of_2_t)
-    copy_t = table(ops.quantize, x, scale_t, dtype=dtype, dim=0, transpose=True, align=align_t)
-    return copy, scale, copy_t, scale_t
+        copy = table(ops.quantize, x, scale, dtype=dtype, dim=1)
+        results += [copy, table(aten.reciprocal, scale), table(ops.amax, x, 0)]
+    return results
 
 
 def _row_cast_columns(
-    table: Lowering, sources: Sequence[Any], dtype: torch.dtype, power_of_2: bool
-) -> tuple[Any, Any, Any] | None:
+    table: Lowering, sources: Sequence[Any], groups: Sequence[int], dtype: torch.dtype, power_of_2: bool
+) -> list[Any] | None:
     """One launch of the Triton kernel; ``None`` where it is not for."""
     device = sources[0].get_device()
     layouts = [table.numbers((*x.get_size(), *x.get_stride())) for x in sources]
@@ -214,22 +225,22 @@ def _row_cast_columns(
         return None
     step = kernel.rows_per_program(sum(rows), columns, table.multiprocessors(device))
     programs = kernel.programs(rows, step)
-    outputs = [
-        table.empty(size, kind, sources[0])
-        for size, kind in (
-            ((sum(rows), columns), dtype),
-            ((sum(rows),), torch.float32),
-            ((programs, columns), torch.float32),
-        )
-    ]
+    copy = table.empty((sum(rows), columns), dtype, sources[0])
+    inverse = table.empty((sum(rows),), torch.float32, sources[0])
+    amaxes = table.zeros((len(groups), columns), torch.int32, sources[0])
     arguments = {
-        **kernel.arguments(sources, rows, columns, stride, outputs),
+        **kernel.arguments(sources, rows, groups, columns, stride, (copy, inverse, amaxes)),
         **kernel.constants(columns, step, dtype, power_of_2),
     }
     triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
-    table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "scale", "partial"))
-    copy, scale, partial = outputs
-    return copy, scale, table(aten.amax, partial, [0], False)
+    table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "inverse", "amaxes"))
+    results, start = [], 0
+    for index, heights in enumerate(ops.grouped(rows, groups)):
+        end = start + sum(heights)
+        amax = table(aten.view.dtype, table(aten.select, amaxes, 0, index), torch.float32)
+        results += [table(aten.slice, copy, 0, start, end), table(aten.slice, inverse, 0, start, end), amax]
+        start = end
+    return results
 
 
 def _materialize(table: Lowering, x: Any) -> Any:

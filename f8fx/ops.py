@@ -5,8 +5,8 @@
 ``scale``              float32 factor that takes such an amax to the largest float8 number
 ``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
 ``quantize_both``      both copies at once, with one read of the source
-``quantize_rowwise``   both copies of tensors that stand one below the other, and the scales of their rows and
-                       columns: two reads of the source, amaxes included
+``quantize_rowwise``   for each group of tensors that stand one below the other the row-major copy, the reciprocals of
+                       its rows' scales, and the amaxes of its columns: one read
 ``dequantize``         marks a tensor that already is float8; ``quantize`` of it folds away
 ``dequantize_both``    the same for a tensor of which float8 copies in two formats exist
 ``relayout``           bit-exact copy of a float8 tensor, transposed and padded if asked
@@ -27,6 +27,7 @@ implementation and a definition in plain PyTorch (:mod:`kernels.cast`) that runs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
@@ -42,8 +43,7 @@ _SCHEMAS = (
     "int[2] align=[1, 1]) -> Tensor",
     "quantize_both(Tensor x, Tensor scale, Tensor scale_t, *, ScalarType dtype, int? dim=None, "
     "int? dim_t=None, int[2] align=[1, 1], int[2] align_t=[1, 1]) -> (Tensor, Tensor)",
-    "quantize_rowwise(Tensor[] tensors, *, ScalarType dtype, bool power_of_2=False, bool power_of_2_t=False, "
-    "int[2] align_t=[1, 1]) -> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_rowwise(Tensor[] tensors, int[] groups, *, ScalarType dtype, bool power_of_2=False) -> Tensor[]",
     "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None, bool power_of_2=False) -> Tensor",
     "dequantize_both(Tensor data, Tensor scale, Tensor other, Tensor scale_other, *, ScalarType dtype, "
     "int? dim=None, int? dim_other=None, bool power_of_2=False, bool power_of_2_other=False, "
@@ -94,17 +94,19 @@ def _quantize_both(
 
 
 def _quantize_rowwise(
-    tensors: Sequence[Tensor],
-    *,
-    dtype: torch.dtype,
-    power_of_2: bool = False,
-    power_of_2_t: bool = False,
-    align_t: Sequence[int] = (1, 1),
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-    data, scale, columns = row_cast_columns.reference([x], dtype=dtype, power_of_2=power_of_2)
-    scale_t = cast.scale(columns, dtype, power_of_2_t)
-    return data, scale, cast.quantize(x, scale_t, dtype, 0, True, list(align_t)), scale_t
+    tensors: Sequence[Tensor], groups: Sequence[int], *, dtype: torch.dtype, power_of_2: bool = False
+) -> list[Tensor]:
+    results = []
+    for group in grouped(tensors, groups):
+        data, inverse, amaxes = row_cast_columns.reference(group, dtype=dtype, power_of_2=power_of_2)
+        results += [data, inverse, amaxes[0]]
+    return results
+
+
+def grouped(values: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:
+    """The values in groups of the given sizes."""
+    rest = iter(values)
+    return [[next(rest) for _ in range(size)] for size in groups]
 
 
 def _dequantize(
@@ -188,16 +190,13 @@ def _(x, scale, scale_t, *, dtype, dim=None, dim_t=None, align=(1, 1), align_t=(
 
 
 @torch.library.register_fake("f8fx::quantize_rowwise", lib=_LIB)
-def _(tensors, *, dtype, power_of_2=False, power_of_2_t=False, align_t=(1, 1)):
-    rows, columns = sum(x.shape[0] for x in tensors), tensors[0].shape[1]
-    shape_t = _round_up(columns, align_t[0]), _round_up(rows, align_t[1])
-    shapes = (
-        ((rows, columns), dtype),
-        ((rows,), torch.float32),
-        (shape_t, dtype),
-        ((columns,), torch.float32),
-    )
-    return tuple(tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes)
+def _(tensors, groups, *, dtype, power_of_2=False):
+    results = []
+    for group in grouped(tensors, groups):
+        rows, columns = sum(x.shape[0] for x in group), group[0].shape[1]
+        shapes = ((rows, columns), dtype), ((rows,), torch.float32), ((columns,), torch.float32)
+        results += [group[0].new_empty(shape, dtype=kind) for shape, kind in shapes]
+    return results
 
 
 @torch.library.register_fake("f8fx::dequantize", lib=_LIB)

@@ -56,8 +56,8 @@ class Options:
         weights: ``"dynamic"`` quantizes weights in every call; ``"cached"`` keeps their float8 copies from
             call to call of inference graphs (:mod:`f8fx.weights`); ``"reused"`` does so too, and lets
             training graphs take theirs from :func:`f8fx.reuse_weights`.
-        kernels: ``"inductor"``: casts are Inductor's code; ``"triton"``: those of rowwise tensors that are in
-            memory, and wanted in both layouts, are a Triton kernel of ours (:mod:`passes.one_read`).
+        kernels: ``"auto"``: a Triton kernel of ours where it reads fewer bytes than Inductor's code would: rowwise
+            tensors that are in memory and wanted in both layouts (:mod:`passes.one_read`); ``"inductor"``: never.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
@@ -78,7 +78,7 @@ class Options:
     save: Save = "lean"
     wire: Wire = "auto"
     weights: Literal["dynamic", "cached", "reused"] = "dynamic"
-    kernels: Literal["inductor", "triton"] = "inductor"
+    kernels: Literal["auto", "inductor"] = "auto"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
     target: Hardware | None = None
@@ -131,7 +131,7 @@ class Options:
             "merge": self.merge if self.weights == "dynamic" else "never",
             "weights_at_once": self.save == "fast",
             "wire": self.wire,
-            "kernels": lambda device: self.kernels == "triton" and device.type == "cuda",
+            "kernels": lambda device: self.kernels == "auto" and device.type == "cuda",
             **overrides,
         }
         return Pipeline(self.recipe, self.policy(), self.target, **arguments)
@@ -234,7 +234,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "save": _choice("save", "lean", "fast"),
     "wire": _choice("wire", "auto", "float8", "uint8", "off"),
     "weights": _choice("weights", "dynamic", "cached", "reused"),
-    "kernels": _choice("kernels", "inductor", "triton"),
+    "kernels": _choice("kernels", "auto", "inductor"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),
     "target": _target,

@@ -16,6 +16,8 @@ TUNING: Mapping[str, Any] = {
     # kernels of equal depth become one launch: the casts of all weights, their amaxes, all scales
     "combo_kernels": True,
     "combo_kernel_max_num_nodes": 16,
+    # column amaxes want tall blocks, row amaxes wide ones
+    "combo_kernel_per_subkernel_blocks": True,
     # a weight may be quantized before its turn to be in that launch, for at most so much memory
     "combo_kernel_peak_memory_pct_threshold": None,
     "combo_kernel_peak_memory_increase_gb": 0.25,

@@ -1,11 +1,11 @@
-"""A rowwise float8 copy, its scales, and the amaxes of the columns, from one read, of up to three tensors.
+"""A rowwise float8 copy, its reciprocal scales, and the amaxes of the columns, from one read, of up to eight tensors.
 
 Scaled by rows for one matmul and by columns for another, a tensor needs both sets of amaxes before either is
 done with. Inductor takes them in two kernels, since its kernels that reduce in both directions at once know
 sums only; that is a second read of the tensor.
 
-The amaxes of the columns come as partial ones, of ``rows_per_program`` rows each, which whoever makes the column
-scales reduces: float32, one for so many elements.
+Each program enters the amaxes of its columns into those of all by an atomic maximum of their bits, which
+gives the same in any order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from f8fx.recipe import EPS
 from . import cast as definition
 from . import launch
 
-#: Tensors that one launch takes: the weights of q, k and v.
-MOST = 3
+#: Tensors that one launch takes: the weights of a decoder block that read the residual stream, and two more.
+MOST = 8
 #: Bytes of the longest rows: two of them, the second on its way, are in shared memory (64 KiB of 99 or more).
 LONGEST_ROW = 32768
 #: Programs per multiprocessor, for rows of up to so many elements. **Not measured yet: to be tuned on a GPU.** As
 #: many as registers allow: 57 for each of 16 elements a thread, and 96 for each of 32.
 _PROGRAMS = ((4096, 4), (8192, 2), (LONGEST_ROW, 1))
-#: A program reduces at least so many rows, or partial amaxes are a good part of the traffic.
+#: A program reduces at least so many rows, or entering its columns' amaxes is a good part of its work.
 _FEWEST_ROWS = 32
 
 
@@ -60,20 +60,32 @@ def why_not(tensors: Sequence[Tensor], dtype: torch.dtype) -> str | None:
 
 
 def arguments(
-    tensors: Sequence[Any], rows: Sequence[int], columns: int, stride: int, outputs: Sequence[Any]
+    tensors: Sequence[Any],
+    rows: Sequence[int],
+    groups: Sequence[int],
+    columns: int,
+    stride: int,
+    outputs: Sequence[Any],
 ) -> dict[str, Any]:
     """The kernel's run-time arguments, of tensors or of what stands for them.
 
     Args:
         rows: of each tensor.
+        groups: how many tensors each group has.
         stride: from row to row.
-        outputs: copy, scales and partial amaxes.
+        outputs: copy, reciprocal scales, and bits of the columns' amaxes of each group, which are zeros.
     """
-    missing = MOST - len(tensors)
-    sources = [*tensors, *(tensors[0] for _ in range(missing))]
-    heights = [*rows, *(0 for _ in range(missing))]
-    names = ("x", "x1", "x2", "out", "scale", "partial", "M", "M1", "M2", "N", "stride_m")
-    return dict(zip(names, (*sources, *outputs, *heights, columns, stride), strict=True))
+    missing = [0] * (MOST - len(tensors))
+    sources = [*tensors, *(tensors[0] for _ in missing)]
+    members = [index for index, size in enumerate(groups) for _ in range(size)]
+    return {
+        **{f"x{index}": source for index, source in enumerate(sources)},
+        **dict(zip(("out", "inverse", "amaxes"), outputs, strict=True)),
+        **{f"M{index}": height for index, height in enumerate([*rows, *missing])},
+        **{f"G{index}": group for index, group in enumerate([*members, *missing])},
+        "N": columns,
+        "stride_m": stride,
+    }
 
 
 def constants(columns: int, step: int, dtype: torch.dtype, power_of_2: bool) -> dict[str, Any]:
@@ -93,43 +105,56 @@ def programs(rows: Sequence[int], step: int) -> int:
 
 
 def reference(
-    tensors: Sequence[Tensor], *, dtype: torch.dtype, power_of_2: bool = False
+    tensors: Sequence[Tensor],
+    groups: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`row_cast_columns` computes, by definition."""
     x = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
     scale = definition.scale(definition.amax(x, 1), dtype, power_of_2)
-    return definition.quantize(x, scale, dtype, 1, False, [1, 1]), scale, definition.amax(x, 0)
+    rest = iter(tensors)
+    members = [torch.cat([next(rest) for _ in range(size)]) for size in groups or [len(tensors)]]
+    amaxes = torch.stack([definition.amax(member, 0) for member in members])
+    return definition.quantize(x, scale, dtype, 1, False, [1, 1]), scale.reciprocal(), amaxes
 
 
 def row_cast_columns(
-    tensors: Sequence[Tensor], *, dtype: torch.dtype, power_of_2: bool = False, step: int | None = None
+    tensors: Sequence[Tensor],
+    groups: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool = False,
+    step: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors [M_i, N], one below the other, in float8, each row scaled by its own amax, and the columns' amaxes.
 
     Args:
-        tensors: one to three of them, bfloat16, float16 or float32.
+        tensors: one to eight of them, bfloat16, float16 or float32.
+        groups: how many tensors, one after the other, have amaxes in common; default: all.
         power_of_2: round scales down to powers of two.
         step: rows that a program takes.
 
     Returns:
-        The copy [M, N], contiguous, M the sum of all M_i; the scales, float32 [M], multiplying on the way in; the
-        amaxes, float32 [N].
+        The copy [M, N], contiguous, M the sum of all M_i; the reciprocals of the scales, float32 [M]; the
+        amaxes, float32 [groups, N].
     """
-    x = tensors[0]
+    x, groups = tensors[0], groups or [len(tensors)]
     if reason := launch.why_not(x, dtype) or why_not(tensors, dtype):
         launch.say_fallback(reason)
-        return reference(tensors, dtype=dtype, power_of_2=power_of_2)
+        return reference(tensors, groups, dtype=dtype, power_of_2=power_of_2)
     rows, N = [tensor.shape[0] for tensor in tensors], x.shape[1]
     step = step or rows_per_program(sum(rows), N, launch.multiprocessors(x.device))
     outputs = (
         torch.empty(sum(rows), N, dtype=dtype, device=x.device),
         torch.empty(sum(rows), dtype=torch.float32, device=x.device),
-        torch.empty(programs(rows, step), N, dtype=torch.float32, device=x.device),
+        torch.zeros(len(groups), N, dtype=torch.int32, device=x.device),
     )
     kernel = launch.kernels("row_cast_columns").row_cast_columns_kernel
     kernel[(programs(rows, step),)](
-        **arguments(tensors, rows, N, x.stride(0), outputs),
+        **arguments(tensors, rows, groups, N, x.stride(0), outputs),
         **constants(N, step, dtype, power_of_2),
         num_warps=warps(N),
     )
-    return outputs[0], outputs[1], outputs[2].amax(0)
+    return outputs[0], outputs[1], outputs[2].view(torch.float32)

@@ -10,15 +10,33 @@ from .numerics_triton import magnitude_bits, scale_of_amax, to_float8
 
 @triton.jit
 def row_cast_columns_kernel(
-    x,
+    x0,
     x1,
     x2,
+    x3,
+    x4,
+    x5,
+    x6,
+    x7,
     out,
-    scale,
-    partial,
-    M,
+    inverse,
+    amaxes,
+    M0,
     M1,
     M2,
+    M3,
+    M4,
+    M5,
+    M6,
+    M7,
+    G0,
+    G1,
+    G2,
+    G3,
+    G4,
+    G5,
+    G6,
+    G7,
     N,
     stride_m,
     LIMIT: tl.constexpr,
@@ -27,29 +45,39 @@ def row_cast_columns_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``scale[m] = LIMIT / amax(x[m])``, ``out[m] = float8(x[m] * scale[m])``, ``partial[p] = amax(x[rows of p], 0)``.
+    """``scale = LIMIT / amax(x[m])``, ``out[m] = float8(x[m] * scale)``, ``inverse[m] = 1 / scale``, and for each group
+    ``amaxes[g] = amax(x[rows of g], 0)``.
 
-    ``x`` [M, N], ``x1`` [M1, N] and ``x2`` [M2, N] stand one below the other; M1 and M2 may be 0. A program takes
+    ``x``: ``x0`` [M0, N] to ``x7`` [M7, N] one below the other; heights may be 0. A program takes
     ``ROWS`` rows of one of them, one after the other. A row stays in registers between amax and cast, and
     so do the amaxes of the columns from row to row.
 
     Args:
+        G0 to G7: the group of each tensor, a row of ``amaxes``.
         stride_m: from row to row of each source; elements of a row lie side by side.
-        out: [M + M1 + M2, N], contiguous.
-        scale: float32 [M + M1 + M2], multiplies on the way in.
-        partial: float32 [programs, N], contiguous.
+        out: [M0 + ... + M7, N], contiguous.
+        inverse: float32 [M0 + ... + M7], multiplies on the way out.
+        amaxes: int32 [groups, N], contiguous, zeros: the bits of float32, which order as the numbers do, as no sign
+            is set, with NaN above all. A maximum is the same in any order.
         BLOCK: not less than N.
     """
     program = tl.program_id(0)
     n = tl.arange(0, BLOCK)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
-    # which source, its rows, and where they begin
-    second = tl.cdiv(M, ROWS)
-    third = second + tl.cdiv(M1, ROWS)
-    source = tl.where(program < second, x, tl.where(program < third, x1, x2))
-    rows = tl.where(program < second, M, tl.where(program < third, M1, M2))
-    start = tl.where(program < second, 0, tl.where(program < third, M, M + M1))
-    local = program - tl.where(program < second, 0, tl.where(program < third, second, third))
+    # which source, its rows, where they begin, and which of its programs this is; spelled out, since torch reads
+    # from the compiled code what is written to, and takes what a function is given for written
+    sources = (x0, x1, x2, x3, x4, x5, x6, x7)
+    heights = (M0, M1, M2, M3, M4, M5, M6, M7)
+    groups = (G0, G1, G2, G3, G4, G5, G6, G7)
+    source, rows, group, start, local = x0, M0, G0, 0, program
+    for index in tl.static_range(1, 8):
+        programs = tl.cdiv(rows, ROWS)
+        beyond = local >= programs
+        local = tl.where(beyond, local - programs, local)
+        start = tl.where(beyond, start + rows, start)
+        source = tl.where(beyond, sources[index], source)
+        group = tl.where(beyond, groups[index], group)
+        rows = tl.where(beyond, heights[index], rows)
     columns = tl.zeros([1, BLOCK], tl.int32)
     for step in tl.range(0, ROWS, num_stages=2):
         m = local * ROWS + step + tl.arange(0, 1)
@@ -61,5 +89,5 @@ def row_cast_columns_kernel(
         value = to_float8(row, factor[:, None], inside, dtype, LIMIT, False, True)
         target = start + m
         tl.store(out + target.to(tl.int64)[:, None] * N + n, value, inside)
-        tl.store(scale + target, factor, m < rows)
-    tl.store(partial + program.to(tl.int64) * N + n, columns.to(tl.float32, bitcast=True), n < N)
+        tl.store(inverse + target, tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor), m < rows)
+    tl.atomic_max(amaxes + group * N + n, columns, n < N, sem="relaxed")

@@ -88,7 +88,7 @@ class Pipeline:
         weights_at_once: make both layouts of a weight in the forward (``save="fast"``).
         merge: whether matmuls that read one input become one: where the cost model says it pays, or never.
         wire: dtype in which float8 is gathered; see :class:`Collectives`.
-        kernels: the devices that a Triton kernel of our own is used on, where it reads less than Inductor's.
+        kernels: the devices on which a Triton kernel of our own may be used, where it reads less than Inductor's.
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
     """
 

@@ -1,17 +1,23 @@
-"""Pass 7b, *one read*: rows cast, and amaxes of columns taken, in one read of a tensor in memory.
+"""Pass 7b, *one read*: rows cast, and amaxes of columns taken, in one read of tensors in memory.
 
 A tensor that one matmul takes scaled by rows and another by columns is read three times: for the amaxes of
 its rows and the row-major copy, for those of its columns, and for the transposed copy. Inductor's code cannot join
 the first two, since its kernels that reduce in both directions at once know sums only;
-:mod:`kernels.row_cast_columns` does. That saves a read, so it is taken wherever it applies: both copies are made
-in one half of the graph (``quantize_both``), from a tensor that is in memory anyway, with rows that fit on chip. A tensor
-that is computed in the kernels that cast it stays with Inductor: writing it out for ours would cost more.
+:mod:`kernels.row_cast_columns` does, and that is a read less. So each tensor's way is chosen by what reads fewer
+bytes: ours wherever both are wanted of a tensor that is in memory anyway and whose rows fit on chip (weights, and gradients
+that come out of a matmul), Inductor's where the tensor is computed in the kernels that cast it, since writing it out
+for ours would cost more.
+
+Weights are cast before the first of them is needed, several in a launch, as far as they are of one width and
+hold no more than :data:`AHEAD` bytes of memory that early. A region that checkpointing runs again is left alone: its casts
+are made again, its amaxes are not.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -19,9 +25,14 @@ from torch import fx
 from f8fx import ops
 from f8fx.kernels import row_cast_columns
 
+from .find import backward_nodes
 from .operand import base_of
+from .share import IN_BACKWARD
 
 aten = torch.ops.aten
+
+#: Float8 bytes that one launch may write before their turn; what Inductor may (:mod:`f8fx.tuning`).
+AHEAD = 1 << 28
 
 #: Operators whose result is written to memory by a kernel that nothing is fused into.
 _WRITTEN = frozenset(
@@ -37,8 +48,40 @@ _WRITTEN = frozenset(
 _PLAIN = [1, 1]
 
 
+@dataclass(frozen=True)
+class _Match:
+    """One tensor for the kernel.
+
+    Attributes:
+        parts: the tensors in memory whose rows, one after the other, are its rows.
+        rows, columns: its amaxes.
+        scale: of its rows.
+        inverses: the reciprocals of that scale, which gemms read.
+        cast: the ``quantize`` or ``quantize_both`` that makes the row-major copy.
+    """
+
+    parts: tuple[fx.Node, ...]
+    rows: fx.Node
+    columns: fx.Node
+    scale: fx.Node
+    inverses: tuple[fx.Node, ...]
+    cast: fx.Node
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Equal for what one launch can take."""
+        value = self.parts[0].meta["val"]
+        kinds = self.cast.kwargs["dtype"], self.scale.kwargs["power_of_2"]
+        return (*kinds, value.device, value.dtype, value.shape[1], value.stride(0))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the copy."""
+        return sum(part.meta["val"].numel() for part in self.parts)
+
+
 class OneRead:
-    """Replaces both casts of a tensor, and their scales, by ``quantize_rowwise``, in place.
+    """Replaces row casts, their scales and the amaxes of the columns by ``quantize_rowwise``, in place.
 
     Args:
         has_kernel: the devices that the kernel is for.
@@ -48,39 +91,60 @@ class OneRead:
         self.has_kernel = has_kernel
 
     def __call__(self, graph: fx.Graph) -> None:
-        order: dict[fx.Node, int] | None = None
-        for both in graph.find_nodes(op="call_function", target=ops.quantize_both):
-            found = self._match(both)
-            if found is not None:
-                order = order or {node: index for index, node in enumerate(graph.nodes)}
-                _replace(graph, both, *found, order)
+        found = [match for match in map(self._match, _row_amaxes(graph)) if match is not None]
+        if not found:
+            return
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        backward = backward_nodes(graph)
+        for launch in _launches(found, order):
+            for columns in _replace(graph, launch, order):
+                for scale in columns.users:
+                    if _is_for(scale, backward):
+                        # made with others where it is needed, not in a launch of its own in the forward
+                        scale.meta["partitioner_tag"] = IN_BACKWARD
 
-    def _match(self, both: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """The amaxes of rows and columns that only these casts' scales read; ``None`` where the kernel is not for."""
-        source, scale, scale_t = both.args
-        assert isinstance(source, fx.Node) and isinstance(scale, fx.Node) and isinstance(scale_t, fx.Node)
-        kwargs = both.kwargs
-        if (kwargs["dim"], kwargs["dim_t"]) != (1, 0) or list(kwargs["align"]) != _PLAIN:  # type: ignore[arg-type]
+    def _match(self, rows: fx.Node) -> _Match | None:
+        """The tensor of an amax over rows, if the kernel is for it."""
+        source = rows.args[0]
+        assert isinstance(source, fx.Node)
+        columns = next((user for user in source.users if _is_amax(user, source, 0)), None)
+        if columns is None or len(rows.users) != 1:
             return None
-        rows, columns = _amax_of(scale, source, 1), _amax_of(scale_t, source, 0)
-        if rows is None or columns is None:
+        (scale,) = rows.users
+        cast = next((user for user in scale.users if _is_row_cast(user, source, scale)), None)
+        if scale.target is not ops.scale or cast is None or "recompute" in cast.meta:
             return None
-        if scale.kwargs["dtype"] != kwargs["dtype"] or scale_t.kwargs["dtype"] != kwargs["dtype"]:
+        inverses = tuple(user for user in scale.users if user.target is aten.reciprocal.default)
+        if (
+            scale.kwargs["dtype"] != cast.kwargs["dtype"]
+            or len(inverses) + 1 != len(scale.users)
+            or not inverses
+        ):
             return None
         parts = _parts(source)
         if not all(self.has_kernel(part.meta["val"].device) and _in_memory(part) for part in parts):
             return None
-        if row_cast_columns.why_not([part.meta["val"] for part in parts], kwargs["dtype"]):  # type: ignore[arg-type]
+        if row_cast_columns.why_not([part.meta["val"] for part in parts], cast.kwargs["dtype"]):  # type: ignore[arg-type]
             return None
-        return rows, columns
+        return _Match(tuple(parts), rows, columns, scale, inverses, cast)
 
 
-def _amax_of(scale: fx.Node, source: fx.Node, dim: int) -> fx.Node | None:
-    """The amax that a scale comes from, if it is of ``source`` over ``dim`` and read by that scale only."""
-    amax = scale.args[0] if scale.target is ops.scale else None
-    if not isinstance(amax, fx.Node) or amax.target is not ops.amax or amax.args != (source, dim):
-        return None
-    return amax if len(amax.users) == 1 else None
+def _row_amaxes(graph: fx.Graph) -> list[fx.Node]:
+    amaxes = graph.find_nodes(op="call_function", target=ops.amax)
+    return [node for node in amaxes if isinstance(node.args[0], fx.Node) and _is_amax(node, node.args[0], 1)]
+
+
+def _is_amax(node: fx.Node, source: fx.Node, dim: int) -> bool:
+    return bool(node.target is ops.amax and node.args == (source, dim))
+
+
+def _is_row_cast(node: fx.Node, source: fx.Node, scale: fx.Node) -> bool:
+    """Whether a node makes the row-major copy of a tensor, unpadded, scaled by its rows."""
+    if node.target not in (ops.quantize, ops.quantize_both) or node.args[:2] != (source, scale):
+        return False
+    kwargs = node.kwargs
+    padded = list(kwargs["align"]) != _PLAIN  # type: ignore[arg-type]
+    return bool(kwargs["dim"] == 1 and not kwargs.get("transpose") and not padded)
 
 
 def _parts(source: fx.Node) -> list[fx.Node]:
@@ -94,37 +158,101 @@ def _in_memory(node: fx.Node) -> bool:
     return base.op == "placeholder" or target in _WRITTEN or "scaled_dot_product" in str(target)
 
 
-def _replace(
-    graph: fx.Graph, both: fx.Node, rows: fx.Node, columns: fx.Node, order: dict[fx.Node, int]
-) -> None:
-    source, scale, scale_t = both.args
-    assert isinstance(source, fx.Node) and isinstance(scale, fx.Node) and isinstance(scale_t, fx.Node)
-    copy, transposed = both.meta["val"]
-    results = ((both, copy), (scale, scale.meta["val"]), (both, transposed), (scale_t, scale_t.meta["val"]))
-    with graph.inserting_before(min(rows, columns, key=order.__getitem__)):
+def _launches(found: Sequence[_Match], order: dict[fx.Node, int]) -> list[list[_Match]]:
+    """What is cast together: weights of one form, in the order in which they are needed."""
+    launches: list[list[_Match]] = []
+    latest: dict[tuple[object, ...], list[_Match]] = {}
+    for match in sorted(found, key=lambda match: order[match.rows]):
+        if all(map(_is_weight, match.parts)):
+            group = latest.get(match.form, [])
+            tensors = sum(len(other.parts) for other in group) + len(match.parts)
+            size = sum(other.size for other in group) + match.size
+            if group and tensors <= row_cast_columns.MOST and size <= AHEAD:
+                group.append(match)
+                continue
+            latest[match.form] = group = [match]
+            launches.append(group)
+        else:
+            launches.append([match])
+    return launches
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether a tensor is there from the start: an input of the graph, no gradient."""
+    return node.op == "placeholder" and "tangents" not in str(node.target)
+
+
+def _is_for(node: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether everything inserted that depends on a node ends in the backward."""
+    todo, seen = [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            if user in backward or user in seen:
+                continue
+            if user.op == "output" or user.target is aten._scaled_mm.default or "f8fx" not in user.meta:
+                return False
+            seen.add(user)
+            todo.append(user)
+    return True
+
+
+def _replace(graph: fx.Graph, launch: Sequence[_Match], order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Returns the amaxes of columns."""
+    first = min((node for match in launch for node in (match.rows, match.columns)), key=order.__getitem__)
+    leader = launch[0]
+    with graph.inserting_before(first):
         kernel = graph.call_function(
             ops.quantize_rowwise,
-            (_parts(source),),
+            ([part for match in launch for part in match.parts], [len(match.parts) for match in launch]),
+            {"dtype": leader.cast.kwargs["dtype"], "power_of_2": leader.scale.kwargs["power_of_2"]},
+        )
+        kernel.meta.update(leader.cast.meta)
+        results: list[fx.Node] = []
+        for match in launch:
+            for like in (match.cast, match.inverses[0], match.columns):
+                value = like.meta["val"]
+                getter = graph.call_function(operator.getitem, (kernel, len(results)))
+                getter.meta.update(
+                    {**like.meta, "val": value[0] if like.target is ops.quantize_both else value}
+                )
+                results.append(getter)
+        kernel.meta["val"] = [result.meta["val"] for result in results]
+    for match, (copy, inverse, columns) in zip(
+        launch, zip(results[::3], results[1::3], results[2::3], strict=True), strict=True
+    ):
+        source = match.cast.args[0]
+        _replace_cast(graph, match.cast, copy)
+        for old, new in (*((own, inverse) for own in match.inverses), (match.columns, columns)):
+            old.replace_all_uses_with(new)
+            graph.erase_node(old)
+        for node in (match.scale, match.rows):
+            graph.erase_node(node)
+        assert isinstance(source, fx.Node)
+        if not source.users and "f8fx" in source.meta:
+            graph.erase_node(source)  # the tensors side by side
+    return results[2::3]
+
+
+def _replace_cast(graph: fx.Graph, cast: fx.Node, copy: fx.Node) -> None:
+    """The row-major copy is the kernel's; the transposed one, if it was made with it, is made by itself."""
+    if cast.target is ops.quantize:
+        cast.replace_all_uses_with(copy)
+        graph.erase_node(cast)
+        return
+    kwargs = cast.kwargs
+    with graph.inserting_before(cast):
+        transposed = graph.call_function(
+            ops.quantize,
+            (cast.args[0], cast.args[2]),
             {
-                "dtype": both.kwargs["dtype"],
-                "power_of_2": scale.kwargs["power_of_2"],
-                "power_of_2_t": scale_t.kwargs["power_of_2"],
-                "align_t": both.kwargs["align_t"],
+                "dtype": kwargs["dtype"],
+                "dim": kwargs["dim_t"],
+                "transpose": True,
+                "align": kwargs["align_t"],
             },
         )
-        kernel.meta.update({**both.meta, "val": tuple(value for _, value in results)})
-        getters = []
-        for index, (like, value) in enumerate(results):
-            getters.append(graph.call_function(operator.getitem, (kernel, index)))
-            getters[-1].meta.update({**like.meta, "val": value})
-    for getter in list(both.users):
-        getter.replace_all_uses_with(getters[2 if getter.args[1] else 0])
+    transposed.meta.update({**cast.meta, "val": cast.meta["val"][1]})
+    for getter in list(cast.users):
+        getter.replace_all_uses_with(transposed if getter.args[1] else copy)
         graph.erase_node(getter)
-    graph.erase_node(both)
-    for old, new in ((scale, getters[1]), (scale_t, getters[3])):
-        old.replace_all_uses_with(new)
-        graph.erase_node(old)
-    for node in (rows, columns):
-        graph.erase_node(node)
-    if not source.users and "f8fx" in source.meta:
-        graph.erase_node(source)  # the tensors side by side
+    graph.erase_node(cast)

@@ -33,7 +33,7 @@ from .operand import base_of
 
 _PLAIN = (1, 1)
 #: As ``partitioner_tag``: not to be computed in the forward and saved.
-_IN_BACKWARD = "must_be_in_backward"
+IN_BACKWARD = "must_be_in_backward"
 
 
 class Share:
@@ -96,10 +96,10 @@ def _fold_dequantize(graph: fx.Graph) -> None:
             if node.meta["f8fx"].role != "output":
                 # made in the forward it would be kept until the backward: an unsharded copy of every weight.
                 # What is marked is there in the backward too
-                data.meta["partitioner_tag"] = _IN_BACKWARD
+                data.meta["partitioner_tag"] = IN_BACKWARD
         if marker.kwargs.get("alternate") and scale is not marker.args[1]:
             for reader in own_scale.users:
-                reader.meta["partitioner_tag"] = _IN_BACKWARD  # NaN in the forward
+                reader.meta["partitioner_tag"] = IN_BACKWARD  # NaN in the forward
         node.replace_all_uses_with(data)
         own_scale.replace_all_uses_with(scale)
         _erase_unused(graph, node)

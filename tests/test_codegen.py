@@ -148,10 +148,13 @@ def test_every_kernel_that_is_launched_is_counted_under_the_name_that_a_profile_
         halves = generated(NormLinear, (8192, 4096), recipe="rowwise")
     assert [graph.is_backward for graph in seen] == [False, True]
     for graph, half in zip(seen, halves, strict=True):
-        launched = re.findall(r"^ +(triton_\w+)\.run\(", half.code, re.M)
+        launched = re.findall(r"^ +(\w+)\.run\(", half.code, re.M)
+        # a kernel of ours has no number in a profile
+        launched = [re.sub(r"^(row_cast_columns_kernel)_\d+$", r"\1", name) for name in launched]
         assert set(launched) == set(half.named) == set(graph.kernels)
-        # separate kernels of one node of the scheduler may each read what the node counts once
-        assert sum(graph.kernels[name].bytes for name in launched) >= sum(k.bytes for k in half.triton)
+        # up to scales, which one of them counts where they are written and the other where they are added to
+        moved = sum(graph.kernels[name].bytes for name in launched)
+        assert moved == pytest.approx(sum(k.bytes for k in half.triton), rel=5e-3)
 
 
 def test_padding_is_generated_too():
@@ -175,26 +178,35 @@ def test_merged_layers_read_each_weight_once_per_cast_and_fill_one_buffer(module
     forward, backward = lowered(graphs)
     size = weights_of(module)
     assert forward.code.count("_scaled_mm(") == 1 and backward.code.count("_scaled_mm(") == 2
-    # once for the amax and once for the cast; the backward has the tensorwise scale already
-    assert weight_loads(graphs[0], forward) == [2] * layers
-    assert weight_loads(graphs[1], backward) == [1 if recipe == "tensorwise" else 2] * layers
+    # once for the amax and once for the cast, or in the kernel that does both; the backward has the scales already
+    assert weight_loads(graphs[0], forward) == [2 if recipe == "tensorwise" else 0] * layers
+    assert weight_loads(graphs[1], backward) == [1] * layers
+    if recipe == "rowwise":
+        (launch,) = re.findall(r"row_cast_columns_kernel_\d\.run\((.*)", forward.code)
+        values = [node.meta["val"] for node in graphs[0].graph.find_nodes(op="placeholder")]
+        weights = {f"arg{index}_1" for index, value in enumerate(values) if is_weight(value)}
+        assert len(weights) == layers and weights <= set(launch.split(", "))
     # the casts write the gemm's one operand: nothing of its size is moved by any other kernel
     buffers = (
-        (forward, f"({size // 4096}, 4096), (4096, 1)"),
+        # the input is as wide, and cast with them
+        (forward, f"({size // 4096 + (64 if recipe == 'rowwise' else 0)}, 4096), (4096, 1)"),
         (backward, f"(4096, {size // 4096}), ({size // 4096}, 1)"),
     )
     for half, layout in buffers:
         assert half.code.count(f"({layout}, torch.float8_e4m3fn)") == 1
-        others = [k for k in half.triton if not any(word in k.name for word in ("amax", "quantize"))]
+        others = [k for k in half.triton if not any(word in k.name for word in ("amax", "quantize", "row_cast"))]
         assert all(kernel.bytes < size for kernel in others), others
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("module", [GateUp, QueryKeyValue])
 def test_fast_saves_the_transposed_weights_more(module, recipe):
-    """One byte an element, give or take scales: one of 4 bytes, or one for each of the 4096 rows of the copy."""
+    """One byte an element, give or take scales: one of 4 bytes, or one for each of the 4096 rows of the copy.
+
+    With rows and columns amaxes taken in one read, the transposed copy made early would spare nothing.
+    """
     lean, fast = (traced(module, (64, 4096), recipe=recipe, save=save)[1] for save in ("lean", "fast"))
-    assert abs(fast - lean - weights_of(module)) <= 4 * 4096
+    assert abs(fast - lean - (weights_of(module) if recipe != "rowwise" else 0)) <= 4 * 4096
 
 
 def test_a_graph_in_which_nothing_was_converted_is_compiled_as_by_plain_inductor():
@@ -224,7 +236,8 @@ forward:
    151.0 MB  triton_convert_element_type_mul_quantize
    117.4 MB  extern_kernels._scaled_mm
 backward:
-   218.2 MB  triton_amax_convert_element_type_mul_quantize
+    67.1 MB  triton_amax
+   151.0 MB  triton_convert_element_type_mul_quantize
        tiny  triton_amax_reciprocal_scale
    134.2 MB  triton_quantize_both
    100.7 MB  extern_kernels._scaled_mm
@@ -239,16 +252,20 @@ backward:
             listed(generated(NormLinear, (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   151.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
+   100.9 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_quantize_rowwise_reciprocal_rsqrt_scale
+    50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
 backward:
-   135.4 MB  triton_amax_quantize_both_reciprocal_scale
-     1.1 MB  triton_amax_reciprocal_scale
-   151.0 MB  triton_quantize_quantize_both
+    67.7 MB  triton_amax_convert_element_type_mul_quantize_rowwise_reciprocal_scale
+    50.3 MB  triton_quantize
+     0.6 MB  triton_amax_convert_element_type_mul_reciprocal_scale
+   100.7 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
-   202.4 MB  triton_amax_convert_element_type_div_mul_sub_sum
-     1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sum
+   201.9 MB  triton_convert_element_type_div_mul_sub_sum
+     0.5 MB  triton_convert_element_type_mul_sum
    100.7 MB  triton_convert_element_type_mul_quantize
+       tiny  triton_quantize_rowwise_reciprocal_scale
+   100.7 MB  triton_quantize
    100.7 MB  extern_kernels._scaled_mm""",
         )
 
@@ -262,7 +279,8 @@ forward:
    218.1 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize
    117.4 MB  extern_kernels._scaled_mm
 backward:
-   117.5 MB  triton_amax_quantize
+    67.1 MB  triton_amax
+    50.3 MB  triton_quantize
        tiny  triton_amax_reciprocal_scale
    134.2 MB  triton_quantize_both
    117.4 MB  extern_kernels._scaled_mm
@@ -279,7 +297,8 @@ forward:
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
 backward:
-   151.1 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
+   100.7 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
+    50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
    201.9 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sum
@@ -291,15 +310,20 @@ backward:
             listed(generated(SwiGlu, (8192, 4096), (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   218.3 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
+   167.9 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_quantize_rowwise_reciprocal_scale
+    50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
 backward:
-   270.1 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_both_reciprocal_scale
-     1.7 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_reciprocal_scale
-   318.8 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize_quantize_both
-   100.7 MB  extern_kernels._scaled_mm
+   134.8 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_rowwise_reciprocal_scale
+   100.7 MB  triton_row_cast_columns_kernel
+    50.3 MB  triton_quantize
+     0.6 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_reciprocal_scale
+   167.8 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize
+       tiny  triton_quantize_rowwise_reciprocal_scale
    117.5 MB  extern_kernels._scaled_mm
-   335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub""",
+   100.7 MB  triton_quantize
+   335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub
+   100.7 MB  extern_kernels._scaled_mm""",
         )
 
     def test_swiglu_linear_rowwise_with_gw_hp(self):
@@ -312,7 +336,8 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
 backward:
    167.8 MB  extern_kernels.mm
-   151.1 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
+   100.7 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
+    50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
    335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub""",
         )
@@ -345,21 +370,23 @@ backward:
             listed(generated(NormLinearSigmoid, (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   218.4 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
+   168.0 MB  triton_add_amax_convert_element_type_mul_quantize_quantize_rowwise_reciprocal_rsqrt_scale_sub_var_mean
+    50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
-   203.0 MB  triton_amax_convert_element_type_mul_quantize_both_reciprocal_scale_sub_sum
-     1.7 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sub_sum
-   218.1 MB  triton_convert_element_type_mul_quantize_quantize_both_sub
+   169.0 MB  triton_amax_convert_element_type_mul_quantize_both_reciprocal_scale_sub_sum
+    50.3 MB  triton_quantize
+     1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sub_sum
    117.5 MB  extern_kernels._scaled_mm
    269.6 MB  triton_add_convert_element_type_div_mul_sub_sum
+     0.5 MB  triton_convert_element_type_mul_sub_sum
+     0.5 MB  triton_convert_element_type_sum
     67.6 MB  triton_amax
      0.6 MB  triton_amax_reciprocal_scale
+   167.8 MB  triton_convert_element_type_mul_quantize_both_sub
    100.7 MB  triton_quantize
-   100.7 MB  extern_kernels._scaled_mm
-     0.5 MB  triton_convert_element_type_mul_sub_sum
-     0.5 MB  triton_convert_element_type_sum""",
+   100.7 MB  extern_kernels._scaled_mm""",
         )
 
     def test_norm_linear_sigmoid_rowwise_with_gw_hp(self):
@@ -372,7 +399,8 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
-   285.3 MB  triton__scaled_mm_amax_as_strided_clone_convert_element_type_expand_mul_permute_quantize_reciprocal_scale_sub_view
+   234.9 MB  triton__scaled_mm_amax_as_strided_clone_convert_element_type_expand_mul_permute_quantize_reciprocal_scale_sub_view
+    50.3 MB  triton_quantize
     67.6 MB  triton_sum
      0.5 MB  triton_sum
    167.8 MB  extern_kernels.mm
@@ -385,46 +413,48 @@ backward:
 
 @pytest.mark.skipif(not LISTED, reason="the lists below are those of torch 2.13")
 class TestOneRead(TestCase):
-    """``kernels="triton"``: the launch is generated as Inductor's own are, and what follows is fused as ever."""
+    """The launch is generated as Inductor's own are, and what follows is fused as ever."""
 
     def test_norm_linear_rowwise(self):
-        found = generated(NormLinear, (8192, 4096), recipe="rowwise", kernels="triton")
+        found = generated(NormLinear, (8192, 4096), recipe="rowwise")
         self.assertExpectedInline(
             listed(found),
             """\
 forward:
-   151.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
+   100.9 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_quantize_rowwise_reciprocal_rsqrt_scale
+    50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
 backward:
-   104.9 MB  triton_row_cast_columns_kernel
-    34.1 MB  triton_amax
-     0.6 MB  triton_amax_reciprocal_scale
-    54.6 MB  triton_quantize_quantize_rowwise_reciprocal
-       tiny  triton_quantize_rowwise_reciprocal
+    67.7 MB  triton_amax_convert_element_type_mul_quantize_rowwise_reciprocal_scale
+    50.3 MB  triton_quantize
+     0.6 MB  triton_amax_convert_element_type_mul_reciprocal_scale
+   100.7 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
-   303.1 MB  triton_amax_convert_element_type_div_mul_quantize_rowwise_sub_sum
-     1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sum
+   201.9 MB  triton_convert_element_type_div_mul_sub_sum
+     0.5 MB  triton_convert_element_type_mul_sum
    100.7 MB  triton_convert_element_type_mul_quantize
+       tiny  triton_quantize_rowwise_reciprocal_scale
+   100.7 MB  triton_quantize
    100.7 MB  extern_kernels._scaled_mm""",
         )
         assert "row_cast_columns_kernel" in found[1].code and "num_warps" in found[1].code
 
-    def test_weights_at_once(self):
-        found = generated(GateUp, (8192, 4096), recipe="rowwise", kernels="triton", save="fast")
+    def test_merged_weights(self):
+        found = generated(GateUp, (8192, 4096), recipe="rowwise")
         self.assertExpectedInline(
             listed(found),
             """\
 forward:
-   104.9 MB  triton_row_cast_columns_kernel
-   209.8 MB  triton_row_cast_columns_kernel
-    12.9 MB  triton_quantize_rowwise_reciprocal
-     0.2 MB  triton_quantize_rowwise_reciprocal
+       tiny  triton_quantize_rowwise
+   302.1 MB  triton_row_cast_columns_kernel
    369.2 MB  extern_kernels._scaled_mm
-   704.7 MB  triton_add_clone_convert_element_type_div_exp_mul_neg_quantize_rowwise_slice
+   402.7 MB  triton_add_clone_convert_element_type_div_exp_mul_neg_slice
 backward:
-   403.7 MB  triton_amax
-     1.2 MB  triton_amax_scale
-   671.4 MB  triton_amax_quantize_both_reciprocal_scale
-   302.1 MB  extern_kernels._scaled_mm
-   268.5 MB  extern_kernels._scaled_mm""",
+   538.1 MB  triton_amax_quantize_both_reciprocal_scale
+   302.0 MB  triton_concat_quantize
+     1.1 MB  triton_amax_scale
+   268.5 MB  extern_kernels._scaled_mm
+   536.9 MB  triton_amax_quantize_both_scale
+     0.1 MB  triton_amax_reciprocal_scale
+   302.1 MB  extern_kernels._scaled_mm""",
         )

@@ -176,7 +176,7 @@ def test_one_read_gives_the_same_bits(save):
             x,
             grad,
         )
-        for kernels in ("triton", "inductor")
+        for kernels in ("auto", "inductor")
     )
     for name, value in inductor.items():
         assert torch.equal(value, own[name]), name

@@ -15,6 +15,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``aot`` | AOTAutograd and its partitioner |
 | ``inductor`` | Inductor around a compile |
 | ``lowering`` | Inductor's lowerings and IR |
+| ``scheduling`` | Inductor's scheduler |
 | ``patch`` | attributes replaced for the length of a block |
 """
 
@@ -64,6 +65,7 @@ from .lowering import (
     inductor_lowering,
 )
 from .patch import patched_attribute
+from .scheduling import combine_more
 from .tensors import (
     detect_fake_mode,
     disabled_torch_function,
@@ -93,6 +95,7 @@ __all__ = [
     "aot_backend",
     "boxed",
     "check_version",
+    "combine_more",
     "compile_fx_module",
     "decompositions",
     "detect_fake_mode",

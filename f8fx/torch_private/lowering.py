@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from .inductor import inductor_config
+from .scheduling import combine_more, fused_only_with
 
 
 class Parts(NamedTuple):
@@ -54,6 +56,8 @@ class Lowering:
             for key, value in tuning.items():
                 if getattr(config, key) != value:
                     setattr(config, key, value)
+            if config.combo_kernels and getattr(config, "combo_kernel_per_subkernel_blocks", False):
+                combine_more()
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """The lowering of an aten operator applied to IR values."""
@@ -81,6 +85,32 @@ class Lowering:
         if self.parts(x) is not None:
             x.f8fx_parts = None
         return x
+
+    def fused_only_with(self, label: str, first: bool = False) -> contextlib.AbstractContextManager[None]:
+        """See :func:`.scheduling.fused_only_with`."""
+        return fused_only_with(label, first)
+
+    def longer_rows(self, x: Any, parts: int, most: int = 8192) -> Any:
+        """A 2-D value seen as fewer, longer rows if it lies in memory so; ``most``: rows of all ``parts`` together.
+
+        More than these Inductor reduces in two stages.
+        """
+        rows, columns = (self.numbers((size,)) for size in x.get_size())
+        if rows is None or columns is None or not self.is_contiguous_input(x):
+            return x
+        (height,), (width,) = rows, columns
+        factor = 1
+        while parts * height > most * factor and height % (2 * factor) == 0:
+            factor *= 2
+        return x if factor == 1 else self(torch.ops.aten.view, x, [height // factor, width * factor])
+
+    def is_contiguous_input(self, x: Any) -> bool:
+        """Whether a value is a contiguous input of the graph."""
+        data = getattr(getattr(x, "data", None), "data", None)
+        if not isinstance(data, self._ir.InputBuffer):
+            return False
+        size, stride = (self.numbers(values) for values in (data.get_size(), data.get_stride()))
+        return size is not None and stride == tuple(self._ir.FlexibleLayout.contiguous_strides(list(size)))
 
     def definition(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the operator itself out of the generated code (``fallback_handler``)."""
@@ -179,6 +209,11 @@ class Lowering:
         strides = self._ir.FlexibleLayout.contiguous_strides(list(sizes))
         target = torch.ops.aten.empty_strided.default
         return self.realized(self(target, list(sizes), strides, dtype=dtype, device=like.get_device()))
+
+    def zeros(self, sizes: Sequence[int], dtype: torch.dtype, like: Any) -> Any:
+        """A contiguous buffer of zeros."""
+        full = torch.ops.aten.full.default
+        return self.realized(self(full, list(sizes), 0, dtype=dtype, device=like.get_device()))
 
     def numbers(self, sizes: Iterable[Any]) -> tuple[int, ...] | None:
         """Sizes or strides of a value as numbers; ``None`` if one is not known."""

@@ -236,12 +236,16 @@ def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2):
     fp8=float8,
     power_of_2=st.booleans(),
     step=st.sampled_from([1, 4, 32]),
-    others=st.lists(st.integers(1, 40), max_size=3),
+    others=st.lists(st.integers(1, 40), max_size=8),
+    groups=st.sampled_from(["one", "each", "first"]),
 )
-def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, step, others):
+def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, step, others, groups):
     tensors = [source((rows, shape[1]), high, seed + rows, special, layout) for rows in (shape[0], *others)]
-    got = row_cast_columns.row_cast_columns(tensors, dtype=fp8, power_of_2=power_of_2, step=step)
-    data, scale, columns = row_cast_columns.reference(tensors, dtype=fp8, power_of_2=power_of_2)
+    number = len(tensors)
+    sizes = {"one": [number], "each": [1] * number, "first": [1, number - 1] if others else [1]}[groups]
+    format = {"dtype": fp8, "power_of_2": power_of_2}
+    got = row_cast_columns.row_cast_columns(tensors, sizes, **format, step=step)
+    data, scale, columns = row_cast_columns.reference(tensors, sizes, **format)
     same_bits(got[0], data)
     same_scales(got[1], scale)
     same_scales(got[2], columns)
@@ -381,5 +385,5 @@ def test_what_rows_and_columns_at_once_are_not_for():
         assert reason == "rows have 1 to 32768 bytes"
     for reason in (why_not(8, 16, strides=(1, 8)), why_not(8, 16, strides=(48, 1), others=[(8, 16)])):
         assert "side by side" in reason
-    assert "more than 3" in why_not(8, 16, others=[(8, 16)] * 3)
+    assert "more than 8" in why_not(8, 16, others=[(8, 16)] * 8)
     assert "2-D" in why_not(8, 16, 2) and "float32" in why_not(8, 16, dtype=torch.float64)

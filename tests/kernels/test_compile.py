@@ -123,7 +123,8 @@ def row_cast_case(columns, high="bf16", fp8=E4M3, **flags) -> Case:
 
 def row_cast_columns_case(columns, high="bf16", **flags) -> Case:
     constants = row_cast_columns.constants(columns, 32, E4M3, True) | flags
-    pointers = {"x": high, "x1": high, "x2": high, "out": "fp8e4nv", "scale": "fp32", "partial": "fp32"}
+    pointers = {f"x{index}": high for index in range(row_cast_columns.MOST)}
+    pointers |= {"out": "fp8e4nv", "inverse": "fp32", "amaxes": "i32"}
     warps = row_cast_columns.warps(columns)
     return Case("row_cast_columns", "row_cast_columns_kernel", pointers, constants, warps)
 
