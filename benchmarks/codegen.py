@@ -25,7 +25,7 @@ from torch import fx
 
 from f8fx import executor, lowerings
 from f8fx.options import Options
-from f8fx.torch_private import combine_more, fake_tensor_mode
+from f8fx.torch_private import combine_by_kind, fake_tensor_mode
 from f8fx.tuning import tuning
 
 from .rereads import L2_BYTES, PROCESSORS, Tensor, reread_bytes, strided_bytes
@@ -214,7 +214,7 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), _recorded() as sources:
             if rewritten:
-                combine_more()
+                combine_by_kind(config.combo_kernel_per_subkernel_blocks)
             lowering.run(*inputs)
             code = lowering.codegen()[0]
             # Inductor counts 4-byte words

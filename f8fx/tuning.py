@@ -16,7 +16,7 @@ TUNING: Mapping[str, Any] = {
     # kernels of equal depth become one launch: the casts of all weights, their amaxes, all scales
     "combo_kernels": True,
     "combo_kernel_max_num_nodes": 16,
-    # column amaxes want tall blocks, row amaxes wide ones
+    # column amaxes want tall blocks, row amaxes wide ones; only where Inductor tunes each of them (torch 2.13)
     "combo_kernel_per_subkernel_blocks": True,
     # a weight may be quantized before its turn to be in that launch, for at most so much memory
     "combo_kernel_peak_memory_pct_threshold": None,
@@ -30,4 +30,7 @@ TUNING: Mapping[str, Any] = {
 def tuning(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options to set, given those the user has set."""
     config = inductor_config()
-    return {key: value for key, value in TUNING.items() if key not in given and hasattr(config, key)}
+    known = {key for key in TUNING if hasattr(config, key)}
+    if not hasattr(config, "combo_kernel_autotune_grouping"):
+        known.discard("combo_kernel_per_subkernel_blocks")
+    return {key: value for key, value in TUNING.items() if key not in given and key in known}

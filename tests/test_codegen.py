@@ -194,7 +194,9 @@ def test_merged_layers_read_each_weight_once_per_cast_and_fill_one_buffer(module
     )
     for half, layout in buffers:
         assert half.code.count(f"({layout}, torch.float8_e4m3fn)") == 1
-        others = [k for k in half.triton if not any(word in k.name for word in ("amax", "quantize", "row_cast"))]
+        others = [
+            k for k in half.triton if not any(word in k.name for word in ("amax", "quantize", "row_cast"))
+        ]
         assert all(kernel.bytes < size for kernel in others), others
 
 

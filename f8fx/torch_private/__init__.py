@@ -65,7 +65,7 @@ from .lowering import (
     inductor_lowering,
 )
 from .patch import patched_attribute
-from .scheduling import combine_more
+from .scheduling import combine_by_kind
 from .tensors import (
     detect_fake_mode,
     disabled_torch_function,
@@ -95,7 +95,7 @@ __all__ = [
     "aot_backend",
     "boxed",
     "check_version",
-    "combine_more",
+    "combine_by_kind",
     "compile_fx_module",
     "decompositions",
     "detect_fake_mode",

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .inductor import inductor_config
-from .scheduling import combine_more, fused_only_with
+from .scheduling import combine_by_kind, fused_only_with
 
 
 class Parts(NamedTuple):
@@ -56,8 +56,8 @@ class Lowering:
             for key, value in tuning.items():
                 if getattr(config, key) != value:
                     setattr(config, key, value)
-            if config.combo_kernels and getattr(config, "combo_kernel_per_subkernel_blocks", False):
-                combine_more()
+            if config.combo_kernels:
+                combine_by_kind(config.combo_kernel_per_subkernel_blocks)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """The lowering of an aten operator applied to IR values."""

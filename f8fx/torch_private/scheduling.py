@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-#: A kernel over fewer elements costs its launch and little else.
-_SMALL = 1 << 20
+#: A kernel over fewer elements costs its launch and little else; beside one over more, a launch costs nothing.
+_SMALL, _LARGE = 1 << 20, 51_200_000
 _LABELS, _TUNED = "f8fx_labels", "f8fx_tuned"
 
 
@@ -53,45 +53,82 @@ def _keep_labels_apart() -> None:
     setattr(InductorChoices, "can_fuse", staticmethod(can_fuse))  # noqa: B010
 
 
-def combine_more() -> None:
-    """Lets more of the kernels of the graph being compiled share a launch than Inductor would.
+def combine_by_kind(own_blocks: bool) -> None:
+    """Decides which kernels of the graph being compiled share a launch, where Inductor combines them.
 
-    Inductor launches long reductions, short ones, pointwise kernels and large ones separately, which was decided
-    when all parts of a launch had one block size. Here they have their own (``combo_kernel_per_subkernel_blocks``), so only
-    those are kept separate whose registers would cost each other occupancy: large reductions and large pointwise kernels.
+    With one block size for all parts of a launch, reductions along rows and along columns must not share one: where the
+    first read side by side, the second would read one element of each row. Inductor separates them by their lengths only.
+
+    With own blocks more can share. Inductor launches long reductions, short ones, pointwise kernels and large ones separately, which was decided
+    when all parts of a launch had one block size. With their own they share but the number of warps, so only those are kept separate that would cost each other more by it than a launch: reductions and
+    pointwise kernels, and beside large reductions along rows those along columns.
 
     ``torch._inductor.codegen.triton_combo_kernel``.
+
+    Args:
+        own_blocks: whether each part of a launch has a block size of its own (``combo_kernel_per_subkernel_blocks``).
     """
     from torch._inductor.virtualized import V
 
-    _partition_by_size()
-    V.graph.__dict__[_TUNED] = True
+    _partition_by_kind()
+    V.graph.__dict__[_TUNED] = own_blocks
 
 
 @cache
-def _partition_by_size() -> None:
+def _partition_by_kind() -> None:
     from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.virtualized import V
 
     default = triton_combo_kernel._default_custom_combo_kernel_horizontal_partition
 
     def partition(nodes: list[Any], scheduling: Any, info: Any) -> list[list[Any]]:
-        if not getattr(V.graph, _TUNED, False):
+        own_blocks = getattr(V.graph, _TUNED, None)
+        if own_blocks is None:
             return default(nodes, scheduling, info)
-        groups: dict[tuple[int, bool], list[Any]] = defaultdict(list)
-        small = []
+        if not own_blocks:
+            return [part for group in default(nodes, scheduling, info) for part in _along_and_across(group)]
+        by_tiling: dict[int, list[Any]] = defaultdict(list)
         for node in nodes:
-            dimensions = len(info[node].tiling)
-            if _elements(node) <= _SMALL:
-                small.append((dimensions, node))
-            else:
-                groups[dimensions, bool(node.is_reduction())].append(node)
-        for dimensions, node in small:
-            kinds = [is_reduction for is_reduction in (True, False) if (dimensions, is_reduction) in groups]
-            groups[dimensions, kinds[0] if kinds else True].append(node)
-        return list(groups.values())
+            by_tiling[len(info[node].tiling)].append(node)
+        return [group for alike in by_tiling.values() for group in _launches(alike)]
 
     triton_combo_kernel.set_custom_combo_kernel_horizontal_partition(partition)
+
+
+def _launches(nodes: list[Any]) -> list[list[Any]]:
+    """Nodes of one tiling, by the launch they are to be in; small ones go with any."""
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for node in nodes:
+        groups[_kind(node)].append(node)
+    small = groups.pop("small", [])
+    inner, outer = groups.get("inner", []), groups.get("outer", [])
+    if inner and outer and max(map(_elements, (*inner, *outer))) <= _LARGE:
+        inner += groups.pop("outer")
+    if not groups:
+        return [small]
+    next(iter(groups.values())).extend(small)
+    return list(groups.values())
+
+
+def _along_and_across(nodes: list[Any]) -> list[list[Any]]:
+    """Nodes that share a launch, without those that reduce along columns among those that reduce along rows."""
+    across = [node for node in nodes if node.is_reduction() and _direction(node) == "outer"]
+    along = [node for node in nodes if node not in across]
+    return [part for part in (along, across) if part]
+
+
+def _kind(node: Any) -> str:
+    if _elements(node) <= _SMALL:
+        return "small"
+    return _direction(node) if node.is_reduction() else "pointwise"
+
+
+def _direction(node: Any) -> str:
+    from torch._inductor.runtime.hints import ReductionHint
+
+    parts = [part.node.data for part in node.get_nodes() if part.is_reduction()]
+    hints = {getattr(data, "reduction_hint", None) for data in parts}
+    return "inner" if hints == {ReductionHint.INNER} else "outer"
 
 
 def _elements(node: Any) -> int:
