@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from f8fx import hardware
-from f8fx.cost import Calibration, default_calibration
+from f8fx.cost import Calibration, own_calibration
 from f8fx.hardware import Hardware
 from f8fx.recipe import Recipe
 
@@ -159,7 +159,7 @@ def report(results: Sequence[Result], hw: Hardware) -> None:
     rows: dict[str, list[Row]] = {result["name"]: result["rows"] for result in results}
     sweep = rows.get(linear_sweep.NAME, [])
     cuda = results[0]["stamp"]["cuda"]
-    start = default_calibration(hw)
+    start = own_calibration(hw)
     fitted = calibrated(hw, rows.get(ceilings.NAME, []), sweep, cuda)
     before = compared(hw, start, sweep, None)
     after = compared(fitted.hardware, fitted.calibration, sweep, cuda)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from f8fx.cost import Calibration, CostModel, K, M, N, default_calibration
+from f8fx.cost import Calibration, CostModel, K, M, N, own_calibration
 from f8fx.hardware import Hardware
 from f8fx.recipe import GemmSpec, Recipe
 
@@ -157,7 +157,7 @@ def calibrated(
     hw: Hardware, ceiling_rows: Sequence[Row], sweep_rows: Sequence[Row], cuda: str | None
 ) -> Fitted:
     """Constants fitted to ceilings, and then to the sweep; what there are no measurements of stays as it is."""
-    calibration, found = default_calibration(hw), []
+    calibration, found = own_calibration(hw), []
     bandwidth = ceilings.bandwidth(list(ceiling_rows))
     launch = next((row["us"] for row in ceiling_rows if row["kind"] == "launch"), None)
     if launch is not None:

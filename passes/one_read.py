@@ -99,7 +99,7 @@ class OneRead:
         for launch in _launches(found, order):
             for columns in _replace(graph, launch, order):
                 for scale in columns.users:
-                    if _is_for(scale, backward):
+                    if scale.target is ops.scale and _is_for(scale, backward):
                         # made with others where it is needed, not in a launch of its own in the forward
                         scale.meta["partitioner_tag"] = IN_BACKWARD
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import fx
 
-from f8fx.cost import CostModel
+from f8fx.cost import CostModel, own_calibration
 from f8fx.hardware import Hardware
 from f8fx.plan import PlannedGemm, PlannedOperand, Verdict, plan
 from f8fx.recipe import ROLES, Recipe, Role
@@ -217,4 +217,4 @@ def _is_odd(layer: _Layer) -> bool:
 @lru_cache(maxsize=16)
 def cost_model(hardware: Hardware, rescales: bool) -> CostModel:
     """The model of a GPU, made once."""
-    return CostModel(hardware, rescales=rescales)
+    return CostModel(hardware, own_calibration(hardware), rescales)
