@@ -259,14 +259,14 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
 backward:
     67.7 MB  triton_amax_convert_element_type_mul_quantize_rowwise_reciprocal_scale
-    50.3 MB  triton_quantize
      0.6 MB  triton_amax_convert_element_type_mul_reciprocal_scale
+    50.3 MB  triton_quantize
    100.7 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
    201.9 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sum
-   100.7 MB  triton_convert_element_type_mul_quantize
        tiny  triton_quantize_rowwise_reciprocal_scale
+   100.7 MB  triton_convert_element_type_mul_quantize
    100.7 MB  triton_quantize
    100.7 MB  extern_kernels._scaled_mm""",
         )
@@ -318,10 +318,10 @@ forward:
 backward:
    134.8 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_rowwise_reciprocal_scale
    100.7 MB  triton_row_cast_columns_kernel
-    50.3 MB  triton_quantize
      0.6 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_reciprocal_scale
-   167.8 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize
+    50.3 MB  triton_quantize
        tiny  triton_quantize_rowwise_reciprocal_scale
+   167.8 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize
    117.5 MB  extern_kernels._scaled_mm
    100.7 MB  triton_quantize
    335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub
@@ -378,8 +378,8 @@ forward:
    134.2 MB  triton_add_sigmoid
 backward:
    169.0 MB  triton_amax_convert_element_type_mul_quantize_both_reciprocal_scale_sub_sum
-    50.3 MB  triton_quantize
      1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sub_sum
+    50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
    269.6 MB  triton_add_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sub_sum
@@ -428,14 +428,14 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
 backward:
     67.7 MB  triton_amax_convert_element_type_mul_quantize_rowwise_reciprocal_scale
-    50.3 MB  triton_quantize
      0.6 MB  triton_amax_convert_element_type_mul_reciprocal_scale
+    50.3 MB  triton_quantize
    100.7 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
    201.9 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sum
-   100.7 MB  triton_convert_element_type_mul_quantize
        tiny  triton_quantize_rowwise_reciprocal_scale
+   100.7 MB  triton_convert_element_type_mul_quantize
    100.7 MB  triton_quantize
    100.7 MB  extern_kernels._scaled_mm""",
         )
@@ -452,9 +452,10 @@ forward:
    369.2 MB  extern_kernels._scaled_mm
    402.7 MB  triton_add_clone_convert_element_type_div_exp_mul_neg_slice
 backward:
-   538.1 MB  triton_amax_quantize_both_reciprocal_scale
-   302.0 MB  triton_concat_quantize
+   403.8 MB  triton_amax_reciprocal_scale
+   536.9 MB  triton_amax_quantize_both_reciprocal_scale
      1.1 MB  triton_amax_scale
+   302.0 MB  triton_concat_quantize
    268.5 MB  extern_kernels._scaled_mm
    536.9 MB  triton_amax_quantize_both_scale
      0.1 MB  triton_amax_reciprocal_scale
