@@ -17,8 +17,8 @@ with one change: a GPU takes time to fill, so both the tile grid and the k loop 
 epilogue of each tile. Both are smooth, where real wave quantisation is a staircase, so that verdicts do
 not flicker with M. No split-k is modelled.
 
-**Rescale**: a rowwise gemm without fast accumulation multiplies its bfloat16 result by the scales in
-a kernel of its own: 2 bytes read and 2 written per element.
+**Rescale**: where a rowwise gemm without fast accumulation cannot scale its accumulator (``rescales``), its bfloat16
+result is multiplied by the scales in a kernel of its own: 2 bytes read and 2 written per element.
 
 **Cast** of one tensor: an amax read (none if its producer computes it), then for each layout copy one
 read and a 1-byte write, at an efficiency that falls for the transposed copy, whose stores are not

@@ -33,7 +33,13 @@ from . import canary, ops
 from .kernels import launch
 from .kernels import row_cast_columns as kernel
 from .recipe import EPS
-from .torch_private import Lowering, Parts, express_min_max_as_where, inductor_lowering
+from .torch_private import (
+    Lowering,
+    Parts,
+    as_strided_keeps_offsets,
+    express_min_max_as_where,
+    inductor_lowering,
+)
 
 aten = torch.ops.aten
 
@@ -238,7 +244,10 @@ def _row_cast_columns(
     for index, heights in enumerate(ops.grouped(rows, groups)):
         end = start + sum(heights)
         amax = table(aten.view.dtype, table(aten.select, amaxes, 0, index), torch.float32)
-        results += [table(aten.slice, copy, 0, start, end), table(aten.slice, inverse, 0, start, end), amax]
+        part = table(aten.slice, inverse, 0, start, end)
+        if len(groups) > 1 and not as_strided_keeps_offsets():
+            part = table.copied(part)
+        results += [table(aten.slice, copy, 0, start, end), part, amax]
         start = end
     return results
 

@@ -29,7 +29,8 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         save: ``"lean"``: casts may be recomputed, so that no more is saved than the sources;
-            ``"fast"``: the transposed copies of weights, made in the forward with the others, are saved.
+            ``"fast"``: the transposed copies of weights, made in the forward with the others, are saved; not where
+            one read gave the amaxes of rows and columns (:mod:`passes.one_read`), since that would spare nothing.
     """
 
     def __init__(self, save: Save) -> None:

@@ -21,7 +21,7 @@ from f8fx.recipe import EPS
 from . import cast as definition
 from . import launch
 
-#: Tensors that one launch takes: the weights of a decoder block that read the residual stream, and two more.
+#: Tensors that one launch takes: six weights of a decoder block have rows of one length.
 MOST = 8
 #: Bytes of the longest rows: two of them, the second on its way, are in shared memory (64 KiB of 99 or more).
 LONGEST_ROW = 32768

@@ -17,7 +17,7 @@ What changes: a tensorwise operand has one scale for all parts instead of one fo
 stay the same in the forward and for ``grad_weight``, while a row of ``concat(dy_i)`` has one scale for
 all parts. And ``grad_input`` is rounded once where it was rounded for each summand.
 
-A family is merged in all its roles or not at all, so that a weight has one scale in forward and
+A family is merged in all its float8 roles or not at all, so that a weight has one scale in forward and
 backward. It must be the same computation, or it stays as it is:
 
 * the layers read the very same input, are converted in the same way, and need no padding;
@@ -235,9 +235,9 @@ class _Rewrite:
         product = insert(aten.mm.default, grad, right)
         insert = Inserter(self.graph, total.root, insert.provenance)
         value = product
-        if len(shape_of(total.summand)) != 2:
-            sizes = [insert.size(total.summand, dim) for dim in range(len(shape_of(total.summand)))]
-            value = insert(aten.view.default, product, sizes)
+        for view in _views(first.node, total.summand):
+            assert not isinstance(view.target, str)
+            value = insert(view.target, value, *view.args[1:], **view.kwargs)
         for other in total.others:
             value = insert(aten.add.Tensor, value, self._now(other))
         self._replace(total.root, value)
@@ -290,6 +290,15 @@ def _as_operand(insert: Inserter, node: fx.Node, transposed: bool, dtype: torch.
     if node.meta["val"].dtype != dtype:
         node = insert(prims.convert_element_type.default, node, dtype)
     return insert(aten.permute.default, node, [1, 0]) if transposed else node
+
+
+def _views(node: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The views of a matmul up to the one that is summed up: the merged product is of the same shape."""
+    views: list[fx.Node] = []
+    while last is not node:
+        views.insert(0, last)
+        last = last.args[0]  # type: ignore[assignment]
+    return views
 
 
 def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.Node]:

@@ -4,12 +4,13 @@ A tensor that one matmul takes scaled by rows and another by columns is read thr
 its rows and the row-major copy, for those of its columns, and for the transposed copy. Inductor's code cannot join
 the first two, since its kernels that reduce in both directions at once know sums only;
 :mod:`kernels.row_cast_columns` does, and that is a read less. So each tensor's way is chosen by what reads fewer
-bytes: ours wherever both are wanted of a tensor that is in memory anyway and whose rows fit on chip (weights, and gradients
-that come out of a matmul), Inductor's where the tensor is computed in the kernels that cast it, since writing it out
+bytes: ours wherever both are wanted of a tensor that is in memory anyway and whose rows fit on chip (weights, and what comes out
+of a matmul), Inductor's where the tensor is computed in the kernels that cast it, since writing it out
 for ours would cost more.
 
-Weights are cast before the first of them is needed, several in a launch, as far as they are of one width and
-hold no more than :data:`AHEAD` bytes of memory that early. A region that checkpointing runs again is left alone: its casts
+Weights, and other inputs of the graph, are cast before the first of them is needed, several in a launch, as far as they are
+of one width and a launch holds no more than :data:`AHEAD` bytes of memory that early. A row-major copy that only the backward
+reads is left to the backward, or it would be saved. A region that checkpointing runs again is left alone: its casts
 are made again, its amaxes are not.
 """
 
@@ -25,6 +26,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.kernels import row_cast_columns
 
+from .choice import ALIGNMENT
 from .find import backward_nodes
 from .operand import base_of
 from .share import IN_BACKWARD
@@ -91,11 +93,12 @@ class OneRead:
         self.has_kernel = has_kernel
 
     def __call__(self, graph: fx.Graph) -> None:
-        found = [match for match in map(self._match, _row_amaxes(graph)) if match is not None]
-        if not found:
+        amaxes = _row_amaxes(graph)
+        if not amaxes:
             return
-        order = {node: index for index, node in enumerate(graph.nodes)}
         backward = backward_nodes(graph)
+        found = [match for rows in amaxes if (match := self._match(rows, backward)) is not None]
+        order = {node: index for index, node in enumerate(graph.nodes)}
         for launch in _launches(found, order):
             for columns in _replace(graph, launch, order):
                 for scale in columns.users:
@@ -103,7 +106,7 @@ class OneRead:
                         # made with others where it is needed, not in a launch of its own in the forward
                         scale.meta["partitioner_tag"] = IN_BACKWARD
 
-    def _match(self, rows: fx.Node) -> _Match | None:
+    def _match(self, rows: fx.Node, backward: set[fx.Node]) -> _Match | None:
         """The tensor of an amax over rows, if the kernel is for it."""
         source = rows.args[0]
         assert isinstance(source, fx.Node)
@@ -121,6 +124,8 @@ class OneRead:
             or not inverses
         ):
             return None
+        if rows not in backward and _is_for(_row_major(cast), backward):
+            return None  # made in the forward it would be kept until then
         parts = _parts(source)
         if not all(self.has_kernel(part.meta["val"].device) and _in_memory(part) for part in parts):
             return None
@@ -147,6 +152,13 @@ def _is_row_cast(node: fx.Node, source: fx.Node, scale: fx.Node) -> bool:
     return bool(kwargs["dim"] == 1 and not kwargs.get("transpose") and not padded)
 
 
+def _row_major(cast: fx.Node) -> fx.Node:
+    """The row-major copy of a cast."""
+    if cast.target is ops.quantize:
+        return cast
+    return next(getter for getter in cast.users if getter.args[1] == 0)
+
+
 def _parts(source: fx.Node) -> list[fx.Node]:
     """The tensors whose rows, one after the other, are those of ``source``."""
     return list(source.args[0]) if source.target is ops.concat and source.args[1] == 0 else [source]  # type: ignore[arg-type]
@@ -159,11 +171,11 @@ def _in_memory(node: fx.Node) -> bool:
 
 
 def _launches(found: Sequence[_Match], order: dict[fx.Node, int]) -> list[list[_Match]]:
-    """What is cast together: weights of one form, in the order in which they are needed."""
+    """What is cast together: tensors of one form that are there from the start, in the order in which they are needed."""
     launches: list[list[_Match]] = []
     latest: dict[tuple[object, ...], list[_Match]] = {}
     for match in sorted(found, key=lambda match: order[match.rows]):
-        if all(map(_is_weight, match.parts)):
+        if all(map(_is_early, match.parts)):
             group = latest.get(match.form, [])
             tensors = sum(len(other.parts) for other in group) + len(match.parts)
             size = sum(other.size for other in group) + match.size
@@ -177,9 +189,10 @@ def _launches(found: Sequence[_Match], order: dict[fx.Node, int]) -> list[list[_
     return launches
 
 
-def _is_weight(node: fx.Node) -> bool:
-    """Whether a tensor is there from the start: an input of the graph, no gradient."""
-    return node.op == "placeholder" and "tangents" not in str(node.target)
+def _is_early(node: fx.Node) -> bool:
+    """Whether a tensor is there from the start, and its rows end where scales of others may begin."""
+    aligned = node.meta["val"].shape[0] % ALIGNMENT == 0
+    return node.op == "placeholder" and "tangents" not in str(node.target) and aligned
 
 
 def _is_for(node: fx.Node, backward: set[fx.Node]) -> bool:
@@ -221,13 +234,13 @@ def _replace(graph: fx.Graph, launch: Sequence[_Match], order: dict[fx.Node, int
         launch, zip(results[::3], results[1::3], results[2::3], strict=True), strict=True
     ):
         source = match.cast.args[0]
+        assert isinstance(source, fx.Node)
         _replace_cast(graph, match.cast, copy)
         for old, new in (*((own, inverse) for own in match.inverses), (match.columns, columns)):
             old.replace_all_uses_with(new)
             graph.erase_node(old)
         for node in (match.scale, match.rows):
             graph.erase_node(node)
-        assert isinstance(source, fx.Node)
         if not source.users and "f8fx" in source.meta:
             graph.erase_node(source)  # the tensors side by side
     return results[2::3]

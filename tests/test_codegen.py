@@ -413,6 +413,27 @@ backward:
         )
 
 
+class Chain(nn.Module):
+    """Three layers of one width, whose weights are cast in one launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_each_gemm_reads_the_scales_of_its_own_weight():
+    """They lie one behind the other; torch 2.11 reads a view by strides from where its buffer begins."""
+    forward, _ = generated(Chain, (2048, 1024), recipe="rowwise")
+    assert len(re.findall(r"row_cast_columns_kernel_\d\.run\(", forward.code)) == 1
+    scales = re.findall(r"reinterpret_tensor\((\w+), \(1, 1024\), \(1024, 1\), (\d+)\)", forward.code)
+    assert len(scales) == 3 == len(set(scales)), scales
+
+
 @pytest.mark.skipif(not LISTED, reason="the lists below are those of torch 2.13")
 class TestOneRead(TestCase):
     """The launch is generated as Inductor's own are, and what follows is fused as ever."""

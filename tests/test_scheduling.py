@@ -114,3 +114,31 @@ def test_transposed_casts_of_one_source_are_one_kernel_and_not_that_which_reduce
     with codegen.h100():
         found = codegen.generate(backward, True)
     assert sum(kernel.strided for kernel in found.triton) == 0
+    # the gradients of gate and up are read by it once, and by the kernels of their amaxes
+    copies = [k for k in found.triton if "quantize" in k.name and k.bytes >= 3 * 4096 * 512 * 2]
+    assert all(kernel.reread == 0 for kernel in copies)
+
+
+def test_the_users_partition_of_graphs_that_are_not_rewritten():
+    from torch._inductor.codegen import triton_combo_kernel as combo
+    from torch._inductor.virtualized import V
+
+    calls = []
+
+    def own(nodes, *args):
+        calls.append(len(nodes))
+        return [nodes]
+
+    before = combo._custom_combo_kernel_horizontal_partition_algorithm
+    scheduling._partition_by_kind.cache_clear()
+    try:
+        combo.set_custom_combo_kernel_horizontal_partition(own)
+        scheduling._partition_by_kind()
+        partition = combo._custom_combo_kernel_horizontal_partition_algorithm
+        assert partition is not own
+        with V.set_graph_handler(SimpleNamespace()):
+            assert partition([1, 2], None, None) == [[1, 2]]
+        assert calls[-1] == 2
+    finally:
+        combo.set_custom_combo_kernel_horizontal_partition(before)
+        scheduling._partition_by_kind.cache_clear()

@@ -51,6 +51,7 @@ from .fsdp import (
 )
 from .inductor import (
     CustomGraphPass,
+    as_strided_keeps_offsets,
     compile_fx_module,
     express_min_max_as_where,
     inductor_cache_dir,
@@ -93,6 +94,7 @@ __all__ = [
     "Lowering",
     "Parts",
     "aot_backend",
+    "as_strided_keeps_offsets",
     "boxed",
     "check_version",
     "combine_by_kind",

@@ -59,6 +59,12 @@ def inductor_cache_dir() -> str:
     return cache_dir()
 
 
+def as_strided_keeps_offsets() -> bool:
+    """Whether Inductor's ``as_strided`` of a view begins where the view does; torch 2.11's begins at its buffer."""
+    major_minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return major_minor >= (2, 13)
+
+
 def express_min_max_as_where() -> None:
     """Makes Inductor's Triton code write ``minimum`` and ``maximum`` as ``tl.where``; results are the same.
 

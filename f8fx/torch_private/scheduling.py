@@ -56,12 +56,14 @@ def _keep_labels_apart() -> None:
 def combine_by_kind(own_blocks: bool) -> None:
     """Decides which kernels of the graph being compiled share a launch, where Inductor combines them.
 
-    With one block size for all parts of a launch, reductions along rows and along columns must not share one: where the
-    first read side by side, the second would read one element of each row. Inductor separates them by their lengths only.
+    With one block size for all parts of a launch, reductions along rows and along columns must not share one:
+    where the first read side by side, the second would read one element of each row. Inductor separates
+    them by their lengths only.
 
-    With own blocks more can share. Inductor launches long reductions, short ones, pointwise kernels and large ones separately, which was decided
-    when all parts of a launch had one block size. With their own they share but the number of warps, so only those are kept separate that would cost each other more by it than a launch: reductions and
-    pointwise kernels, and beside large reductions along rows those along columns.
+    With own blocks, parts share but the number of warps, and more of them can be one launch than Inductor, which
+    separates long reductions, short ones, pointwise kernels and large ones, makes of them. Only those stay
+    separate that would cost each other more than a launch: reductions and pointwise kernels, and beside large
+    reductions along rows those along columns.
 
     ``torch._inductor.codegen.triton_combo_kernel``.
 
@@ -79,7 +81,7 @@ def _partition_by_kind() -> None:
     from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.virtualized import V
 
-    default = triton_combo_kernel._default_custom_combo_kernel_horizontal_partition
+    default = triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm
 
     def partition(nodes: list[Any], scheduling: Any, info: Any) -> list[list[Any]]:
         own_blocks = getattr(V.graph, _TUNED, None)

@@ -152,17 +152,23 @@ def test_weight_gradients_that_would_have_to_be_copied():
     def f(x, a, b):
         return F.linear(x, a), F.linear(x, b)
 
-    class NoLaunches(CostModel):
-        """One gemm is as fast as two."""
+    class Launches(CostModel):
+        """One gemm is faster than two by a launch, and a copy takes as long as two."""
 
         def gemm_seconds(self, m, k, n, float8, *args, **kwargs):
-            return 1e-9 * (m + k + n if float8 else m)
+            return 1e-6
+
+        def copy_seconds(self, size):
+            return self.copy
 
     args = randn(M, K), *weights(64, 64)
-    assert high_precision(f, *args)[1] == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select_pass, "cost_model", lambda *_: NoLaunches(hardware.find("h100")))
-        separate_weight_gradients(2, f, *args)
+    for copy, matmuls in ((2e-6, 2), (0.4e-6, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Launches, "copy", copy, raising=False)
+            patch.setattr(select_pass, "cost_model", lambda *_: Launches(hardware.find("h100")))
+            if matmuls == 2:
+                separate_weight_gradients(2, f, *args)
+            assert high_precision(f, *args)[1] == matmuls
 
 
 def test_the_weight_gradient_of_a_frozen_weight():

@@ -174,6 +174,21 @@ def test_checkpointed_weights_stay():
     assert taken(f, *args()) == []
 
 
+def test_a_copy_that_only_the_backward_reads_stays_there():
+    """Of ``x @ w`` the forward reads the columns' copy; the rows' copy, made early, would be saved."""
+
+    def f(x, w):
+        return (x.sin() @ w).sin()
+
+    inputs = randn(16, 32), randn(32, 48, seed=1)
+    assert taken(f, *inputs) == []
+    same_with_and_without(f, *inputs)
+
+
+def test_rows_whose_scales_would_not_be_aligned_are_a_launch_of_their_own():
+    assert taken(F.linear, randn(17, 32), randn(48, 32, seed=1)) == ["primals_1", "primals_2", "tangents_1"]
+
+
 def test_inference_needs_no_columns():
     assert taken(F.linear, randn(16, 32, grad=False), randn(48, 32, grad=False, seed=1)) == []
 
