@@ -67,6 +67,7 @@ def reread_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
     Args:
         tensors: by the name of the kernel's argument; others are not counted.
     """
+    source = inlined(source)
     cooperative = "@triton_heuristics.cooperative_reduction" in source
     total = 0
     seen: set[tuple[str, int]] = set()
@@ -92,13 +93,36 @@ def strided_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
     """Bytes that a reduction stores transposed, element by element."""
     if "reduction(" not in source:
         return 0
-    total = 0
+    source, total = inlined(source), 0
     for part in _parts(source):
         if any(_ALONG.search(index) for passes in part.loads.values() for index in _indices(passes)):
             for name, index in part.stores:
                 if name in tensors and _ACROSS.search(index) and _X_ALONG.search(index):
                     total += tensors[name].bytes
     return total
+
+
+_BODY = re.compile(r"^def (\w+_body_\d+)\(([^)]*)\):\n((?:(?:[ \t].*)?\n)*)", re.MULTILINE)
+
+
+def inlined(source: str) -> str:
+    """The text of a kernel with the functions in it, as torch 2.15 writes the parts of a combo kernel, in their places."""
+    bodies = {
+        name: ([parameter.split(":")[0].strip() for parameter in parameters.split(",")], body)
+        for name, parameters, body in _BODY.findall(source)
+    }
+    if not bodies:
+        return source
+
+    def body_of(call: re.Match[str]) -> str:
+        parameters, body = bodies[call[2]]
+        given = dict(zip(parameters, (argument.strip() for argument in call[3].split(",")), strict=True))
+        pattern = re.compile(r"\b(" + "|".join(map(re.escape, given)) + r")\b")
+        return "".join(
+            f"{call[1]}{pattern.sub(lambda name: given[name[1]], line)}\n" for line in body.splitlines()
+        )
+
+    return re.sub(r"^([ \t]+)(\w+_body_\d+)\((.*)\)\n", body_of, _BODY.sub("", source), flags=re.MULTILINE)
 
 
 def _indices(passes: Mapping[int, Iterable[str]]) -> list[str]:

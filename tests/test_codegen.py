@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 
+from benchmarks.rereads import inlined
 from f8fx.tuning import tuning
 from tests.helpers import bf16
 
@@ -107,6 +108,7 @@ def weight_loads(graph, half):
     sources = dict(
         re.findall(r"^(triton_\w+) = async_compile.triton\('\w+', '{3}\n(.*?)^'{3}", half.code, re.M | re.S)
     )
+    sources = {name: inlined(source) for name, source in sources.items()}
     counted = dict.fromkeys(weights, 0)
     for kernel, arguments in re.findall(r"^ +(triton_\w+)\.run\((.*?), stream=", half.code, re.M):
         parameters = re.search(r"^def \w+\(([^)]*)\)", sources[kernel], re.M)[1].split(", ")

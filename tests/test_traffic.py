@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import floor
-from benchmarks.rereads import Tensor, reread_bytes, strided_bytes
+from benchmarks.rereads import Tensor, inlined, reread_bytes, strided_bytes
 
 pytest.importorskip("triton")
 traffic = pytest.importorskip("benchmarks.traffic")
@@ -124,6 +124,29 @@ def kernel(in_ptr0):
     elif pid < num_xblocks_1:
         tmp1 = tl.load(in_ptr0 + ({second}), xmask)
 """
+
+
+def test_parts_that_are_functions_are_read_in_their_places():
+    """As torch 2.15 writes them; two parts may be one function."""
+    source = """
+@triton.jit
+def kernel_body_0(in_ptr0, out_ptr0, x_pid_offset, XBLOCK : tl.constexpr):
+    x0 = x_pid_offset * XBLOCK
+
+    tmp0 = tl.load(in_ptr0 + (x0), xmask)
+    tl.store(out_ptr0 + (x0), tmp0, xmask)
+@triton_heuristics.pointwise(
+@triton.jit
+def kernel(in_ptr0, in_ptr1, out_ptr0, out_ptr1, XBLOCK_0 : tl.constexpr, XBLOCK_1 : tl.constexpr):
+    if pid < num_blocks_0:
+        kernel_body_0(in_ptr0, out_ptr0, x_pid_offset, XBLOCK_0)
+    elif pid < num_blocks_1:
+        kernel_body_0(in_ptr0, out_ptr1, x_pid_offset, XBLOCK_1)
+"""
+    text = inlined(source)
+    assert text.count("tl.load(in_ptr0 + (x0)") == 2 and "tl.store(out_ptr1 + (x0)" in text
+    assert "_body_" not in text and inlined(text) == text
+    assert reread_bytes(source, {"in_ptr0": Tensor(64 << 20, 2)}) == 64 << 20
 
 
 @pytest.mark.parametrize(
