@@ -5,7 +5,7 @@ Reads committed results of one device (:mod:`~benchmarks.ceilings`, :mod:`~bench
 
 * predicted and measured speedup of every point of the sweep, and the error;
 * every ``auto`` verdict that was wrong: converted though bf16 was faster, or left though float8 was;
-* the constants of :class:`f8fx.cost.Calibration` and of the hardware table, fitted to the measurements, and how much nearer the
+* the constants of :class:`f8fx.calibration.Calibration` and of the hardware table, fitted to the measurements, and how much nearer the
   predictions come with them.
 
 It changes no file. How the fit works: :mod:`benchmarks.fitting`.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from f8fx import hardware
-from f8fx.cost import Calibration, own_calibration
+from f8fx.calibration import Calibration, own_calibration
 from f8fx.hardware import Hardware
 from f8fx.recipe import Recipe
 
@@ -94,7 +94,7 @@ def to_write(fitted: Fitted, start: Calibration) -> list[str]:
     for name in fitted.found:
         value = getattr(fitted.calibration, name)
         text = f"{value:.0f}" if value > 10 else f"{value:.3f}"
-        lines.append(f"{name} = {text}  # f8fx/cost.py, Calibration; is {getattr(start, name):g}")
+        lines.append(f"{name} = {text}  # f8fx/calibration.py, Calibration; is {getattr(start, name):g}")
     return lines
 
 

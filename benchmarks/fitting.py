@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import sympy
 
-from f8fx.cost import Calibration, CostModel, K, M, N, own_calibration
+from f8fx.calibration import Calibration, own_calibration
+from f8fx.cost import CostModel, K, M, N
 from f8fx.hardware import Hardware
 from f8fx.recipe import GemmSpec, Recipe
 

@@ -24,12 +24,11 @@ result is multiplied by the scales in a kernel of its own: 2 bytes read and 2 wr
 read and a 1-byte write, at an efficiency that falls for the transposed copy, whose stores are not
 coalesced, and falls far for the transposed *rowwise* copy, a reduction over the slow dimension.
 
-The constants are in :class:`Calibration`, each with its origin.
+The constants are in :mod:`f8fx.calibration`, each with its origin.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from functools import cache, lru_cache
 
 import sympy
 
+from f8fx.calibration import Calibration, default_calibration
 from f8fx.hardware import Hardware
 from f8fx.recipe import ROLE_OPERANDS, ROLES, OperandKind, Recipe, Role
 
@@ -45,79 +45,6 @@ M, K, N = sympy.symbols("M K N", positive=True)
 
 TILE = 128 * 256  #: elements of the output tile one multiprocessor works on (cuBLAS, CUTLASS on Hopper)
 MAX_M = 1 << 20  #: the largest M that :meth:`CostModel.threshold` looks at
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Fractions of the datasheet's peaks that real kernels reach.
-
-    Fitted to torchao's published H100 figures (``tests/data/torchao_h100.json``; how well they fit:
-    ``tests/test_cost.py``) by least absolute log error over the 216 points of the rowwise table and
-    the measured gemm times together. They describe cuBLAS and the quantize kernels that Inductor
-    writes for torchao today; for f8fx's own see :func:`own_calibration`.
-
-    Attributes:
-        bf16_efficiency: of the bfloat16 peak. Fit; torchao PR 940 measured 0.66 at 8192^3.
-        fp8_efficiency: of the float8 peak, before ``fp8_k_fill``. Fit; with it 0.78 at 8192^3, where
-            torchao PR 940 measured 0.75.
-        fill: waves of output tiles lost per gemm. Fit.
-        fp8_k_fill: elements of k lost per float8 gemm, which is why a short k gains little; the
-            fit gives bfloat16 none. Fit.
-        memory_efficiency: of the bandwidth, for elementwise and row-major quantize kernels. torchao
-            (``roofline_utils``, pct_achievable_mem_bw), from pointwise Triton kernels.
-        transpose_efficiency: of *that*, for the transposed copy of a tensorwise cast. A compromise
-            between the two tensorwise points of torchao's README and the boundary of its filter at
-            N = 1024, K = 4096; there is no readable table.
-        input_column_efficiency, weight_column_efficiency, grad_output_column_efficiency: of *that*,
-            for the transposed copy of a rowwise cast, whose amax runs down the columns. Fit. The
-            likely reasons for the order: Inductor computes a norm's output again for the input's, and
-            fuses the gradient's with the activation's backward.
-        scale_kernels: launches for the second amax stage and the scale of a tensorwise tensor.
-    """
-
-    bf16_efficiency: float = 0.67
-    fp8_efficiency: float = 0.85
-    fill: float = 0.18
-    fp8_k_fill: float = 740.0
-    memory_efficiency: float = 0.92
-    transpose_efficiency: float = 0.7
-    input_column_efficiency: float = 0.21
-    weight_column_efficiency: float = 0.29
-    grad_output_column_efficiency: float = 0.50
-    scale_kernels: int = 1
-
-    def store_efficiency(self, kind: OperandKind, rowwise: bool, transposed: bool) -> float:
-        """Fraction of the achievable bandwidth at which one float8 copy is written."""
-        if not transposed:
-            return 1.0
-        return getattr(self, f"{kind}_column_efficiency") if rowwise else self.transpose_efficiency
-
-
-def default_calibration(hardware: Hardware) -> Calibration:
-    """The fitted constants on Hopper; elsewhere the same with bfloat16 given float8's efficiency.
-
-    On Hopper large bfloat16 gemms stay further below their peak than float8 ones. Nothing published says so
-    of other GPUs, so there a float8 gemm may gain what the peaks promise (2x) and no more.
-    """
-    fitted = Calibration()
-    if hardware.capability == (9, 0):
-        return fitted
-    return dataclasses.replace(fitted, bf16_efficiency=fitted.fp8_efficiency)
-
-
-def own_calibration(hardware: Hardware) -> Calibration:
-    """What f8fx decides by: :func:`default_calibration` with the casts that f8fx's graphs are compiled to.
-
-    The rowwise constants were fitted to kernels that store transposed copies element by element. f8fx's are tiled, as
-    its tensorwise ones are, and read a tensor once for the amaxes of its columns. **Not measured yet**: 0.5 is below what
-    the tensorwise copies are taken to reach.
-    """
-    return dataclasses.replace(
-        default_calibration(hardware),
-        input_column_efficiency=0.5,
-        weight_column_efficiency=0.5,
-        grad_output_column_efficiency=0.5,
-    )
 
 
 @dataclass(frozen=True)

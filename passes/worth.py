@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import fx
 
-from f8fx.cost import CostModel, own_calibration
+from f8fx.calibration import own_calibration
+from f8fx.cost import CostModel
 from f8fx.hardware import Hardware
 from f8fx.plan import PlannedGemm, PlannedOperand, Verdict, plan
 from f8fx.recipe import ROLES, Recipe, Role

@@ -440,29 +440,9 @@ def test_each_gemm_reads_the_scales_of_its_own_weight():
 class TestOneRead(TestCase):
     """The launch is generated as Inductor's own are, and what follows is fused as ever."""
 
-    def test_norm_linear_rowwise(self):
-        found = generated(NormLinear, (8192, 4096), recipe="rowwise")
-        self.assertExpectedInline(
-            listed(found),
-            """\
-forward:
-   100.9 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_quantize_rowwise_reciprocal_rsqrt_scale
-    50.4 MB  triton_row_cast_columns_kernel
-   117.5 MB  extern_kernels._scaled_mm
-backward:
-    67.7 MB  triton_amax_convert_element_type_mul_quantize_rowwise_reciprocal_scale
-     0.6 MB  triton_amax_convert_element_type_mul_reciprocal_scale
-    50.3 MB  triton_quantize
-   100.7 MB  triton_row_cast_columns_kernel
-   117.5 MB  extern_kernels._scaled_mm
-   201.9 MB  triton_convert_element_type_div_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sum
-       tiny  triton_quantize_rowwise_reciprocal_scale
-   100.7 MB  triton_convert_element_type_mul_quantize
-   100.7 MB  triton_quantize
-   100.7 MB  extern_kernels._scaled_mm""",
-        )
-        assert "row_cast_columns_kernel" in found[1].code and "num_warps" in found[1].code
+    def test_the_launch_is_generated(self):
+        _, backward = generated(NormLinear, (8192, 4096), recipe="rowwise")
+        assert "row_cast_columns_kernel" in backward.code and "num_warps" in backward.code
 
     def test_merged_weights(self):
         found = generated(GateUp, (8192, 4096), recipe="rowwise")

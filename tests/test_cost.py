@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from f8fx import hardware
-from f8fx.cost import CostModel, K, M, N, own_calibration
+from f8fx.calibration import own_calibration
+from f8fx.cost import CostModel, K, M, N
 from f8fx.plan import PlannedGemm, PlannedOperand, plan
 from f8fx.recipe import PRESETS, ROLES, GemmSpec, Recipe, Role
 
