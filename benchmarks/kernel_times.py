@@ -66,7 +66,7 @@ def kind_of(launch: Launch) -> str:
     if launch.gemm is not None:
         return "gemm"
     # named after the operators it came from, attention among them, or one of ours
-    if launch.name.startswith(("triton_", "row_cast_columns")):
+    if launch.name.startswith(("triton_", "row_cast_columns", "computed_amaxes")):
         return "triton"
     if "attention" in launch.op or any(word in launch.name for word in ("flash", "fmha", "sdpa")):
         return "attention"

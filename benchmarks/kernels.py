@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from f8fx.kernels import cast as definition
-from f8fx.kernels import cast_transpose, column_scale, row_cast, row_cast_columns
+from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, row_cast, row_cast_columns
+from f8fx.torch_private import jit_function
 
 from . import common
 from .common import Grid, Row, console, show
@@ -144,6 +145,25 @@ def _rows_and_columns(xs: Sources, name: str) -> list[Version]:
     return [functools.partial(compiled, x) for x in xs]
 
 
+def _amaxes(xs: Sources, name: str) -> list[Version]:
+    """Amaxes of rows and columns of what is computed from the source, here no more than the source itself."""
+    rows, columns = xs[0].shape
+    if name in _CLAMP and xs[0].device.type == "cuda":
+        load = f"x = tl.load(in0 + ({columns}*m + n), inside, 0.0).to(tl.float32)"
+        kernel = jit_function(computed_amaxes.source(1, [load], ["x"], 1), computed_amaxes.NAME)
+        constants = {**computed_amaxes.constants(rows, columns), "num_warps": computed_amaxes.WARPS[0]}
+
+        def run(x: Tensor) -> Tensor:
+            amaxes = torch.zeros(computed_amaxes.length(rows, columns, 1), dtype=torch.int32, device=x.device)
+            kernel[(computed_amaxes.programs(rows, columns),)](x, amaxes, **constants)
+            return amaxes.view(torch.float32)
+
+        return [functools.partial(run, x) for x in xs]
+    function: Callable[[Tensor], Tensor] = lambda x: computed_amaxes.reference([x], 1)  # noqa: E731
+    compiled = _compiled(function, xs[0].device)
+    return [functools.partial(compiled, x) for x in xs]
+
+
 #: By name: what it is, and float8 copies it writes.
 KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
     "cast": (lambda xs, name: _copies(xs, name, None, None, False), 1),
@@ -152,12 +172,14 @@ KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
     "row amax + cast": (_rows, 1),
     "row amax + cast, column amax": (_rows_and_columns, 1),
     "column scale": (_columns, 0),
+    "row amax, column amax": (_amaxes, 0),
 }
 #: Versions that a kernel does not have: nothing is tuned there, or there is nothing to clamp.
 _ABSENT = {
     "row amax + cast": ("tuned",),
     "row amax + cast, column amax": ("tuned", "unclamped", "torchao"),
     "column scale": ("tuned", "unclamped"),
+    "row amax, column amax": ("tuned", "unclamped", "torchao"),
 }
 
 
@@ -215,6 +237,8 @@ def _wanted(x: Tensor, kernel: str) -> Any:
         return column_scale.reference(x, dtype=FP8)
     if kernel == "row amax + cast, column amax":
         return row_cast_columns.reference([x], dtype=FP8)
+    if kernel == "row amax, column amax":
+        return computed_amaxes.reference([x], 1)
     if kernel == "row amax + cast":
         return row_cast.reference(x, dtype=FP8)
     dims = (1, 0) if "rowwise" in kernel else (None, None)

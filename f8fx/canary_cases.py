@@ -88,6 +88,11 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         ]
         return found[0], scales[0], found[2], found[3], scales[1], found[5]
 
+    def computed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        larger = aten.where.self(aten.gt.Tensor(x, y), x, y)
+        found = ops.amax_both(larger, [aten.mul.Tensor(aten.neg.default(x), 2.0)])
+        return found[0], found[1], found[2]
+
     return (
         Case("cast", "cast", cast, (20, 33), (520, 777)),
         Case("transposed cast", "transpose", transposed, (20, 33), (520, 777)),
@@ -97,6 +102,7 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         # as in a norm's backward: large and tall enough for Inductor to reduce rows and columns in one kernel
         Case("row amax and column sum", "reduction", mixed, (33, 20), (16400, 325)),
         Case("row cast and column amax", "one read", one_read, (33, 20), (777, 520)),
+        Case("amaxes of a computed tensor", "one read", computed, (33, 20), (777, 520)),
     )
 
 

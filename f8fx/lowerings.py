@@ -30,13 +30,11 @@ from typing import Any
 import torch
 
 from . import canary, ops
-from .kernels import launch
-from .kernels import row_cast_columns as kernel
+from .kernel_lowerings import amax_both, is_tiled, quantize_rowwise, tiled
 from .recipe import EPS
 from .torch_private import (
     Lowering,
     Parts,
-    as_strided_keeps_offsets,
     express_min_max_as_where,
     inductor_lowering,
 )
@@ -57,7 +55,8 @@ def register() -> None:
     table.register(ops.scale, lambda amax, **kwargs: _scale(table, amax, **kwargs))
     register_guarded(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
     register_guarded(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
-    table.register(ops.quantize_rowwise, lambda *args, **kwargs: _quantize_rowwise(table, *args, **kwargs))
+    table.register(ops.quantize_rowwise, lambda *args, **kwargs: quantize_rowwise(table, *args, **kwargs))
+    table.register(ops.amax_both, lambda x, others: amax_both(table, x, others))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
     table.register(ops.materialize, lambda x: _materialize(table, x))
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
@@ -104,7 +103,8 @@ def _scale(table: Lowering, amax: Any, *, dtype: torch.dtype, power_of_2: bool =
     result = table.to_dtype(table(aten.div, limit, floor), torch.float32)
     if power_of_2:
         result = table(aten.exp2, table(aten.floor, table(aten.log2, result)))
-    return table.realized(result)
+    result = table.realized(result)
+    return tiled(result) if is_tiled(amax) else result
 
 
 def _quantize(
@@ -189,67 +189,12 @@ def _quantize_both(
     align: Sequence[int] = (1, 1),
     align_t: Sequence[int] = (1, 1),
 ) -> tuple[Any, Any]:
-    return (
-        _quantize(table, x, scale, dtype=dtype, dim=dim, align=align),
-        _quantize(table, x, scale_t, dtype=dtype, dim=dim_t, transpose=True, align=align_t),
-    )
-
-
-def _quantize_rowwise(
-    table: Lowering,
-    tensors: Sequence[Any],
-    groups: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    power_of_2: bool = False,
-) -> list[Any]:
-    """Row casts and column amaxes by the Triton kernel, or by Inductor's."""
-    sources = [table.row_major(x) for x in tensors]
-    launched = _row_cast_columns(table, sources, groups, dtype, power_of_2)
-    if launched is not None:
-        return launched
-    results = []
-    for group in ops.grouped(sources, groups):
-        x = group[0] if len(group) == 1 else table.concatenation(group, 0)
-        scale = _scale(table, table(ops.amax, x, 1), dtype=dtype, power_of_2=power_of_2)
-        copy = table(ops.quantize, x, scale, dtype=dtype, dim=1)
-        results += [copy, table(aten.reciprocal, scale), table(ops.amax, x, 0)]
-    return results
-
-
-def _row_cast_columns(
-    table: Lowering, sources: Sequence[Any], groups: Sequence[int], dtype: torch.dtype, power_of_2: bool
-) -> list[Any] | None:
-    """One launch of the Triton kernel; ``None`` where it is not for."""
-    device = sources[0].get_device()
-    layouts = [table.numbers((*x.get_size(), *x.get_stride())) for x in sources]
-    known = [layout for layout in layouts if layout is not None]
-    if device.type != "cuda" or canary.form(device, "one read") != "fused" or len(known) < len(layouts):
-        return None
-    rows, (_, columns, stride, inner) = [size for size, *_ in known], known[0]
-    if inner != 1 or any(layout[1:] != known[0][1:] for layout in known):
-        return None
-    step = kernel.rows_per_program(sum(rows), columns, table.multiprocessors(device))
-    programs = kernel.programs(rows, step)
-    copy = table.empty((sum(rows), columns), dtype, sources[0])
-    inverse = table.empty((sum(rows),), torch.float32, sources[0])
-    amaxes = table.zeros((len(groups), columns), torch.int32, sources[0])
-    arguments = {
-        **kernel.arguments(sources, rows, groups, columns, stride, (copy, inverse, amaxes)),
-        **kernel.constants(columns, step, dtype, power_of_2),
-    }
-    triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
-    table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "inverse", "amaxes"))
-    results, start = [], 0
-    for index, heights in enumerate(ops.grouped(rows, groups)):
-        end = start + sum(heights)
-        amax = table(aten.view.dtype, table(aten.select, amaxes, 0, index), torch.float32)
-        part = table(aten.slice, inverse, 0, start, end)
-        if len(groups) > 1 and not as_strided_keeps_offsets():
-            part = table.copied(part)
-        results += [table(aten.slice, copy, 0, start, end), part, amax]
-        start = end
-    return results
+    # with the rows' amaxes there already, no kernel has whole rows at hand: both copies are one tiled kernel's
+    with table.fused_only_with("transposed") if is_tiled(scale) else nullcontext():
+        return (
+            _quantize(table, x, scale, dtype=dtype, dim=dim, align=align),
+            _quantize(table, x, scale_t, dtype=dtype, dim=dim_t, transpose=True, align=align_t),
+        )
 
 
 def _materialize(table: Lowering, x: Any) -> Any:

@@ -1,7 +1,9 @@
-"""The intermediate representation: ten functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: eleven functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
+``amax_both``          those of the rows and of the columns, and those of the columns of other tensors, from one read of
+                       what they are computed from
 ``scale``              float32 factor that takes such an amax to the largest float8 number
 ``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
 ``quantize_both``      both copies at once, with one read of the source
@@ -38,6 +40,7 @@ _LIB = torch.library.Library("f8fx", "DEF")
 
 _SCHEMAS = (
     "amax(Tensor x, int? dim=None) -> Tensor",
+    "amax_both(Tensor x, Tensor[] others) -> Tensor[]",
     "scale(Tensor amax, *, ScalarType dtype, bool power_of_2=False) -> Tensor",
     "quantize(Tensor x, Tensor scale, *, ScalarType dtype, int? dim=None, bool transpose=False, "
     "int[2] align=[1, 1]) -> Tensor",
@@ -58,6 +61,10 @@ for _schema in _SCHEMAS:
 
 def _amax(x: Tensor, dim: int | None = None) -> Tensor:
     return cast.amax(x, dim)
+
+
+def _amax_both(x: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
+    return [cast.amax(x, 1), cast.amax(x, 0), *(cast.amax(other, 0) for other in others)]
 
 
 def _scale(amax: Tensor, *, dtype: torch.dtype, power_of_2: bool = False) -> Tensor:
@@ -145,6 +152,7 @@ def _materialize(x: Tensor) -> Tensor:
 
 for _name, _implementation in (
     ("amax", _amax),
+    ("amax_both", _amax_both),
     ("scale", _scale),
     ("quantize", _quantize),
     ("quantize_both", _quantize_both),
@@ -172,6 +180,14 @@ def _fake_float8(x: Tensor, dtype: torch.dtype, transpose: bool, align: Sequence
 def _(x, dim=None):
     torch._check(x.dim() == 2, lambda: f"f8fx.amax takes a 2-D tensor, got shape {tuple(x.shape)}")
     return x.new_empty(() if dim is None else (x.shape[1 - dim],), dtype=torch.float32)
+
+
+@torch.library.register_fake("f8fx::amax_both", lib=_LIB)
+def _(x, others):
+    ranks = {tensor.dim() for tensor in (x, *others)}
+    torch._check(ranks == {2}, lambda: f"f8fx.amax_both takes 2-D tensors, got ranks {ranks}")
+    sizes = [*x.shape, *(other.shape[1] for other in others)]
+    return [x.new_empty((size,), dtype=torch.float32) for size in sizes]
 
 
 @torch.library.register_fake("f8fx::scale", lib=_LIB)
@@ -242,6 +258,7 @@ def _(tensors, dim):
 
 
 amax = torch.ops.f8fx.amax.default
+amax_both = torch.ops.f8fx.amax_both.default
 scale = torch.ops.f8fx.scale.default
 quantize = torch.ops.f8fx.quantize.default
 quantize_both = torch.ops.f8fx.quantize_both.default
@@ -259,5 +276,16 @@ MARKERS = frozenset((dequantize, dequantize_both))
 
 #: All operators of the IR.
 ALL = frozenset(
-    (amax, scale, quantize, quantize_both, quantize_rowwise, *MARKERS, relayout, concat, materialize)
+    (
+        amax,
+        amax_both,
+        scale,
+        quantize,
+        quantize_both,
+        quantize_rowwise,
+        *MARKERS,
+        relayout,
+        concat,
+        materialize,
+    )
 )

@@ -38,9 +38,12 @@ def rows_per_program(rows: int, columns: int, multiprocessors: int) -> int:
     return max(_FEWEST_ROWS, launch.next_power_of_2(launch.ceil_div(rows, programs)))
 
 
-def warps(columns: int) -> int:
-    """Warps of a program: 16 elements a thread, 32 for the longest rows."""
-    return max(1, min(launch.next_power_of_2(columns) // 512, 16))
+def warps(columns: int) -> tuple[int, ...]:
+    """Warps of a program: 16 elements a thread, 32 for the longest rows; and half, or for these twice, as many."""
+    elements = launch.next_power_of_2(columns)
+    first = max(1, min(elements // 512, 16))
+    second = first * 2 if elements // first > 512 else first // 2
+    return (first, second) if second else (first,)
 
 
 def why_not(tensors: Sequence[Tensor], dtype: torch.dtype) -> str | None:
@@ -155,6 +158,6 @@ def row_cast_columns(
     kernel[(programs(rows, step),)](
         **arguments(tensors, rows, groups, N, x.stride(0), outputs),
         **constants(N, step, dtype, power_of_2),
-        num_warps=warps(N),
+        num_warps=warps(N)[0],
     )
     return outputs[0], outputs[1], outputs[2].view(torch.float32)

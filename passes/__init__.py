@@ -14,6 +14,7 @@
    6b    materialize residual sums that several kernels read are written once
    7     tags        what activation checkpointing may recompute
    7b    one_read    row cast and column amaxes of a tensor in memory by one kernel of our own
+  7c    amax_both   amaxes of rows and columns of a tensor that is not in memory by another
 ======  ==========  ==============================================================================
 
 The numbers are those of the full design; lowering to kernels (8) is Inductor's job, with the rules
@@ -35,6 +36,7 @@ from f8fx.recipe import Recipe
 from f8fx.report import GraphReport
 from f8fx.torch_private import supports_rowwise_scaled_mm
 
+from .amax_both import AmaxBoth
 from .amaxes import Amaxes
 from .check import check, signature
 from .choice import Convert, Skip, decision
@@ -51,6 +53,7 @@ from .share import RecomputeError, Share, unfolded
 from .tags import Tags
 
 __all__ = [
+    "AmaxBoth",
     "Amaxes",
     "Collectives",
     "FilterError",
@@ -122,6 +125,7 @@ class Pipeline:
         self.materialize = Materialize()
         self.tags = Tags()
         self.one_read = OneRead(kernels)
+        self.amax_both = AmaxBoth(kernels)
 
     def __call__(self, graph: fx.Graph) -> GraphReport:
         """Rewrites the graph in place and says what was done.
@@ -157,6 +161,7 @@ class Pipeline:
             run("materialize", self.materialize, graph)
             run("tags", self.tags, graph)
             run("one_read", self.one_read, graph)
+            run("amax_both", self.amax_both, graph)
         report.decisions = [decision(choice) for choice in choices]
         rounded = unfolded(graph)
         report.warnings = [_read_rounded(rounded)] if rounded else []

@@ -5,8 +5,8 @@ its rows and the row-major copy, for those of its columns, and for the transpose
 the first two, since its kernels that reduce in both directions at once know sums only;
 :mod:`kernels.row_cast_columns` does, and that is a read less. So each tensor's way is chosen by what reads fewer
 bytes: ours wherever both are wanted of a tensor that is in memory anyway and whose rows fit on chip (weights, and what comes out
-of a matmul), Inductor's where the tensor is computed in the kernels that cast it, since writing it out
-for ours would cost more.
+of a matmul). Where the tensor is computed in the kernels that cast it, writing it out for ours would cost more:
+:mod:`passes.amax_both`, or Inductor's kernels.
 
 Weights, and other inputs of the graph, are cast before the first of them is needed, several in a launch, as far as they are
 of one width and a launch holds no more than :data:`AHEAD` bytes of memory that early. A row-major copy that only the backward
@@ -102,7 +102,7 @@ class OneRead:
         for launch in _launches(found, order):
             for columns in _replace(graph, launch, order):
                 for scale in columns.users:
-                    if scale.target is ops.scale and _is_for(scale, backward):
+                    if scale.target is ops.scale and ends_in(scale, backward):
                         # made with others where it is needed, not in a launch of its own in the forward
                         scale.meta["partitioner_tag"] = IN_BACKWARD
 
@@ -124,10 +124,10 @@ class OneRead:
             or not inverses
         ):
             return None
-        if rows not in backward and _is_for(_row_major(cast), backward):
+        if rows not in backward and ends_in(_row_major(cast), backward):
             return None  # made in the forward it would be kept until then
         parts = _parts(source)
-        if not all(self.has_kernel(part.meta["val"].device) and _in_memory(part) for part in parts):
+        if not all(self.has_kernel(part.meta["val"].device) and is_in_memory(part) for part in parts):
             return None
         if row_cast_columns.why_not([part.meta["val"] for part in parts], cast.kwargs["dtype"]):  # type: ignore[arg-type]
             return None
@@ -164,7 +164,8 @@ def _parts(source: fx.Node) -> list[fx.Node]:
     return list(source.args[0]) if source.target is ops.concat and source.args[1] == 0 else [source]  # type: ignore[arg-type]
 
 
-def _in_memory(node: fx.Node) -> bool:
+def is_in_memory(node: fx.Node) -> bool:
+    """Whether a value, up to views, is an input of the graph or written by a kernel that nothing is fused into."""
     base = base_of(node)
     target = base.args[0].target if base.target is operator.getitem else base.target  # type: ignore[union-attr]
     return base.op == "placeholder" or target in _WRITTEN or "scaled_dot_product" in str(target)
@@ -195,7 +196,7 @@ def _is_early(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" not in str(node.target) and aligned
 
 
-def _is_for(node: fx.Node, backward: set[fx.Node]) -> bool:
+def ends_in(node: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether everything inserted that depends on a node ends in the backward."""
     todo, seen = [node], {node}
     while todo:

@@ -24,6 +24,8 @@ from torch import fx
 
 from f8fx import ops
 
+from .rewrite import erase_unused
+
 
 @dataclass(frozen=True)
 class ScaleFormat:
@@ -140,7 +142,7 @@ class Reuse:
             node.replace_all_uses_with(data)
             graph.erase_node(node)
             scale.replace_all_uses_with(given[position, form.scale])
-            _erase_unused(graph, scale)
+            erase_unused(graph, scale)
 
     def cached(self, graph: fx.Graph) -> set[fx.Node]:
         """The parameters of a graph whose casts need not be made in it."""
@@ -157,16 +159,6 @@ class Reuse:
             if tuple(map(str, value.shape)) != tuple(map(str, weight.shape)):
                 return {}
         return {node: weight.position for node, weight in nodes.items()}
-
-
-def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Drops a node and the inserted nodes that only it needed."""
-    if node.users or "f8fx" not in node.meta:
-        return
-    sources = node.all_input_nodes
-    graph.erase_node(node)
-    for source in sources:
-        _erase_unused(graph, source)
 
 
 def _own_inputs(graph: fx.Graph) -> list[fx.Node]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from f8fx import ops
+
 from .fake import set_value_by_layout
 
 #: Checkpointing's: whether a node is recomputed, and with which region.
@@ -84,6 +86,16 @@ class Inserter:
         if isinstance(size, int):
             return size
         return self(torch.ops.aten.sym_size.int, node, dim)
+
+
+def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erases a node that nothing reads, and what was inserted for it alone: its scale and amax, and the marker."""
+    if node.users or not ("f8fx" in node.meta or node.target in ops.MARKERS):
+        return
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        erase_unused(graph, source)
 
 
 def _name(target: Callable[..., Any]) -> str:

@@ -30,6 +30,7 @@ from f8fx import ops
 from . import fqn
 from .find import backward_nodes
 from .operand import base_of
+from .rewrite import erase_unused
 
 _PLAIN = (1, 1)
 #: As ``partitioner_tag``: not to be computed in the forward and saved.
@@ -102,7 +103,7 @@ def _fold_dequantize(graph: fx.Graph) -> None:
                 reader.meta["partitioner_tag"] = IN_BACKWARD  # NaN in the forward
         node.replace_all_uses_with(data)
         own_scale.replace_all_uses_with(scale)
-        _erase_unused(graph, node)
+        erase_unused(graph, node)
 
 
 class RecomputeError(ValueError):
@@ -152,16 +153,6 @@ def unfolded(graph: fx.Graph) -> list[str]:
             readers = {fqn.of_node(user) for user in node.users if user in live}
             names.append(", ".join(sorted(readers)))
     return names
-
-
-def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases a node that nothing reads, and what only it read: its amax and scale, and the marker."""
-    if node.users or not ("f8fx" in node.meta or node.target in ops.MARKERS):
-        return
-    sources = node.all_input_nodes
-    graph.erase_node(node)
-    for source in sources:
-        _erase_unused(graph, source)
 
 
 def _join_layouts(graph: fx.Graph, weights_at_once: bool) -> None:

@@ -455,12 +455,11 @@ forward:
    369.2 MB  extern_kernels._scaled_mm
    402.7 MB  triton_add_clone_convert_element_type_div_exp_mul_neg_slice
 backward:
-   403.8 MB  triton_amax_reciprocal_scale
-   536.9 MB  triton_amax_quantize_both_reciprocal_scale
-     1.1 MB  triton_amax_scale
+     0.2 MB  triton_amax_both_reciprocal_scale
+   402.8 MB  triton_computed_amaxes_kernel
+     0.3 MB  triton_amax_both_reciprocal_scale
+   671.2 MB  triton_quantize_both
    302.0 MB  triton_concat_quantize
-   268.5 MB  extern_kernels._scaled_mm
-   536.9 MB  triton_amax_quantize_both_scale
-     0.1 MB  triton_amax_reciprocal_scale
-   302.1 MB  extern_kernels._scaled_mm""",
+   302.1 MB  extern_kernels._scaled_mm
+   268.5 MB  extern_kernels._scaled_mm""",
         )

@@ -14,8 +14,8 @@ and what is made of what arrives. Here
 
 * :class:`~f8fx.fsdp.shard.Float8Shard` is the local shard. It casts itself, with a scale from the amax of
   the *whole* weight, and sends one byte an element;
-* :class:`~f8fx.fsdp.scales.Scales` finds those amaxes for all weights with one all-reduce when a forward
-  begins;
+* :class:`~f8fx.fsdp.scales.Scales` finds those amaxes for all weights with one all-reduce when the first
+  forward after a change of the weights begins;
 * :class:`~f8fx.fsdp.weight.Float8Weight` is what the layers see: float8 data and scales. A compiled graph
   gets them as inputs, marked by ``f8fx::dequantize``, and the pass *share* folds the marks, in forward
   and backward, so that no weight is cast again.

@@ -17,7 +17,7 @@ from f8fx import hardware
 from f8fx.options import Options
 from f8fx.recipe import Recipe
 from f8fx.report import log
-from f8fx.torch_private import local_tensor
+from f8fx.torch_private import local_tensor, storage_key
 
 from .formats import Format, formats_of
 from .scales import BeginForward, EndForward, Mode, Scales, WeightScales
@@ -51,7 +51,7 @@ def enable_float8_all_gather(
     filter_fqns: Sequence[str] = (),
     only_fqns: Sequence[str] = (),
     wire: Literal["auto", "uint8", "float8"] = "auto",
-    scales: Mode = "forward",
+    scales: Mode = "step",
     copies: Literal["both", "alternate"] = "both",
     mesh: DeviceMesh | None = None,
 ) -> list[GatherDecision]:
@@ -67,10 +67,11 @@ def enable_float8_all_gather(
         filter_fqns: parameters whose module name contains one of these stay as they are.
         only_fqns: if given, only parameters whose module name contains one of these are converted.
         wire: what float8 travels as. ``"auto"``: float8 with NCCL, else bytes, since gloo takes no float8.
-        scales: when amaxes are taken. ``"forward"``: when a forward begins, whoever changed weights. ``"step"``: when the
-            first forward after an optimizer's step or ``load_state_dict`` begins, once for several forwards with
-            gradient accumulation; all ranks must step alike. ``"manual"``: when :func:`precompute_scales` is
-            called. With the latter two, a change that they do not see is an error where f8fx can see it.
+        scales: when amaxes are taken. ``"step"``: when the first forward after an optimizer's step, a
+            ``load_state_dict`` or any other visible change of a weight begins, once for several forwards with gradient
+            accumulation; all ranks must make the same changes. ``"forward"``: whenever a forward begins, whoever
+            changed weights in whichever way, on one rank alone if need be. ``"manual"``: when
+            :func:`precompute_scales` is called; a change since that f8fx can see is an error.
         copies: for recipes whose backward reads a weight in another format than the forward (the rowwise
             ones). ``"both"``: every gather carries both copies, as many bytes as in bf16; nothing is cast on
             arrival. ``"alternate"``: the forward's gather carries the forward's copy and the backward's the
@@ -89,8 +90,8 @@ def enable_float8_all_gather(
     options = Options.parse({"recipe": recipe, "filter_fqns": filter_fqns, "only_fqns": only_fqns})
     if wire not in ("auto", "uint8", "float8"):
         raise ValueError(f"wire must be 'auto', 'uint8' or 'float8', got {wire!r}")
-    if scales not in ("forward", "step", "manual"):
-        raise ValueError(f"scales must be 'forward', 'step' or 'manual', got {scales!r}")
+    if scales not in ("step", "forward", "manual"):
+        raise ValueError(f"scales must be 'step', 'forward' or 'manual', got {scales!r}")
     if copies not in ("both", "alternate"):
         raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
     manager = Scales(model, scales)
@@ -113,8 +114,8 @@ def enable_float8_all_gather(
 def precompute_scales(model: nn.Module) -> None:
     """Takes the amaxes of all weights gathered in float8 now: one all-reduce, to be called on all ranks.
 
-    Needed with ``scales="manual"`` after ``optimizer.step()`` and any other change of the weights, with
-    ``scales="step"`` after other changes only; with ``scales="forward"`` the next forward does it anyway.
+    Needed with ``scales="manual"`` after ``optimizer.step()`` and any other change of the weights; else the next
+    forward does it, unless the change left no trace and ``scales`` is ``"step"``.
 
     Args:
         model: one that :func:`enable_float8_all_gather` was called on, or that holds such, after
@@ -305,12 +306,25 @@ class _SavePlain:
         value = state_dict.get(key)
         if isinstance(value, nn.Parameter):
             return  # keep_vars=True asks for the parameters themselves
-        if isinstance(value, Float8Shard):
-            state_dict[key] = value.plain.detach()
-        elif isinstance(value, DTensor):
-            local = local_tensor(value)
-            if isinstance(local, Float8Shard):
-                state_dict[key] = _with_local(value, local.plain.detach())
+        local = local_tensor(value) if isinstance(value, DTensor) else value
+        if not isinstance(local, Float8Shard):
+            return
+        plain = _counted(local, getattr(module, self.name)).detach()
+        state_dict[key] = _with_local(value, plain) if isinstance(value, DTensor) else plain
+
+
+def _counted(local: Float8Shard, param: Tensor) -> Tensor:
+    """The plain tensor of a shard, or the parameter's own if that is on the same memory.
+
+    They share a version counter only if one is a view of the other, and what was made of the parameter on
+    its way into a state dict is none.
+    """
+    own = local_tensor(param) if isinstance(param, DTensor) else param
+    if not isinstance(own, Float8Shard) or own.shape != local.shape:
+        return local.plain
+    if storage_key(own.plain) == storage_key(local.plain):
+        return own.plain
+    return local.plain
 
 
 class _LoadWrapped:

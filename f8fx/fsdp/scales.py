@@ -1,4 +1,4 @@
-"""Scales of weights no rank holds: one all-reduce of all their amaxes, when a forward begins.
+"""Scales of weights no rank holds: one all-reduce of all their amaxes a step.
 
 A weight's scale comes from the amax of the whole weight, and every rank holds a shard. So ranks take the
 amaxes of their shards, and one ``all_reduce(MAX)`` over all of them, for all weights at once, gives the
@@ -6,25 +6,27 @@ amaxes of the weights. Rowwise scales are handled alike: a shard's rows are put 
 of zeros. The maximum is taken of the floats' bits as integers: for magnitudes the order is the same, and a
 NaN wins, as it does on one device.
 
-**When.** A scale is good for as long as the weights stay as they are, and who changes weights does not
-always say so: an optimizer, ``load_state_dict``, ``p.data.add_``, a hand-written kernel. Worse, ranks must
-agree whether to reduce again, and one of them alone cannot know (a row zeroed by the rank that owns it
-changes one shard). To ask the others whether to skip a reduction is a collective as small as the
-reduction, and one whose answer the host has to wait for. So by default (``"forward"``) nothing is inferred: amaxes
-are taken anew
+**When.** A scale is good for as long as the weights stay as they are. Amaxes can be taken at two points:
 
-* whenever the model's forward begins: a hook on the model passed to ``enable_float8_all_gather``;
-* whenever FSDP2 gathers outside of a forward and a backward (``model.unshard()``, a call of a submodule).
+* when the model's forward begins: a hook on the model passed to ``enable_float8_all_gather``;
+* when FSDP2 gathers outside of a forward and a backward (``model.unshard()``, a call of a submodule).
+
+By default (``"step"``) they are taken there if a weight can have changed since the last time: an optimizer
+has stepped (a hook of all optimizers counts; fused and compiled ones leave no other trace), a state dict was
+loaded, or a version counter has moved: the shard's own, that of the parameter around it, which
+compiled functions advance, or the count of operators that wrote to it, which ``.data`` cannot hide. With
+gradient accumulation or an evaluation in between that is one reduction for several forwards. No rank asks
+another whether to reduce: that would be a collective as small as the reduction, and one whose answer the host has
+to wait for. So ranks must make the same changes, as training loops do. One that changes its shard alone hangs
+until the process group's timeout. A write that leaves no trace at all (through ``.data`` of a tensor out of
+``state_dict()``, by a kernel that was handed its address) leaves the scale as it was.
+
+``"forward"`` infers nothing and takes them at every such point, at the cost of one read of the local shards
+and one small all-reduce a forward: right whoever changed weights, in whichever way, on however few ranks.
+``"manual"`` leaves it to the user.
 
 The gathers of the backward, those of checkpointing included, use the scales of the last forward: weights do
-not change between the two, and where they are seen to, that is an error. What this costs is one read of the local shards and one small all-reduce a forward;
-with gradient accumulation that is more often than needed.
-
-``"step"`` takes them at these points only if an optimizer has stepped or a state dict was loaded since the last time. No
-rank asks another: it is right where all ranks make the same calls, as training loops do, and hangs, until the process group's
-timeout, where one steps alone. Changes in other ways are an error where they can be seen (through operators on the parameter,
-or by ``_version``) and otherwise a scale that is not the amax's, which is why it is not the default. ``"manual"``
-leaves all to the user.
+not change between the two, and where they are seen to, that is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from .steps import optimizer_steps
 if TYPE_CHECKING:
     from .shard import Float8Shard
 
-Mode = Literal["forward", "step", "manual"]
+Mode = Literal["step", "forward", "manual"]
 
 
 @dataclass(eq=False)
@@ -110,9 +112,19 @@ class WeightScales:
         return local if isinstance(local, Float8Shard) else None
 
     def version_now(self, shard: Float8Shard) -> Any:
-        """See :meth:`Float8Shard.version`; of the parameter's shard, of which FSDP2 may have sent a copy."""
+        """Differs from an earlier one if the weight may have changed since, as far as can be seen.
+
+        Of the parameter's shard, of which FSDP2 may have sent a copy, and of the parameter, whose counter a
+        compiled function advances where it writes to the shard.
+        """
         own = self.shard()
-        return (shard if own is None else own).version()
+        outer = None if own is None else self._param._version
+        return outer, (shard if own is None else own).version()
+
+    def changed(self) -> bool:
+        """Whether the weight may have changed since its amaxes were taken, as far as can be seen."""
+        own = self.shard()
+        return own is not None and self.version != self.version_now(own)
 
     def shard_mesh(self) -> DeviceMesh | None:
         """The mesh that FSDP2 shards over, where the placements tell; it is compared at the first gather."""
@@ -191,7 +203,7 @@ class Scales:
 
     Args:
         model: what holds the weights.
-        mode: ``"forward"``, ``"step"``, or ``"manual"``: only when :meth:`refresh` is called.
+        mode: ``"step"``, ``"forward"``, or ``"manual"``: only when :meth:`refresh` is called.
     """
 
     def __init__(self, model: nn.Module, mode: Mode) -> None:
@@ -217,7 +229,9 @@ class Scales:
 
     def due(self) -> bool:
         """Whether amaxes are to be taken where that is possible."""
-        return self.mode == "forward" or (self.mode == "step" and self.steps != optimizer_steps())
+        if self.mode != "step":
+            return self.mode == "forward"
+        return self.steps != optimizer_steps() or any(weight.changed() for weight in self.weights)
 
     def loaded(self) -> None:
         """A state dict was loaded."""
@@ -235,13 +249,13 @@ class Scales:
         """Makes sure, just before a gather, that the weight's amaxes are those of now.
 
         Raises:
-            RuntimeError: with another ``mode`` than ``"forward"``, if they are seen not to be; and in a backward,
-                if the weight was changed since the last forward.
+            RuntimeError: if they are seen not to be: in a backward, if the weight was changed since the last forward;
+                in a forward, if it was changed since that began; with ``"manual"``, since they were last taken.
         """
         if self.depth == 0 and not in_backward() and not self.fresh and self.due():
             self.refresh()
             self.fresh = True
-        elif self.mode != "forward":
+        elif self.mode == "manual" or (self.mode == "step" and not in_backward()):
             self._check(weight, shard)
         elif in_backward() and weight.version not in (None, weight.version_now(shard)):
             raise RuntimeError(
@@ -262,10 +276,12 @@ class Scales:
             problem = "was changed since its scale was computed"
         else:
             return
-        besides = "" if self.mode == "manual" else ", other than by an optimizer or load_state_dict"
+        if self.mode == "step":
+            remedy = "Change weights before a forward begins, or call"
+        else:
+            remedy = 'With scales="manual", after every change of the weights, call'
         raise RuntimeError(
-            f'f8fx.fsdp: {weight.fqn!r} {problem}. With scales="{self.mode}" call '
-            f"f8fx.fsdp.precompute_scales(model) on all ranks after every change of the weights{besides}"
+            f"f8fx.fsdp: {weight.fqn!r} {problem}. {remedy} f8fx.fsdp.precompute_scales(model) on all ranks"
         )
 
     # -- the amaxes

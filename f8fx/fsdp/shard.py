@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,19 @@ _STAYS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class _Of:
+    """Which weight a shard is of, for the guards of a compiled function that gets the shard.
+
+    Dynamo keeps a deep copy and compares: the copy is the same, and no model is copied.
+    """
+
+    weight: WeightScales
+
+    def __deepcopy__(self, memo: Any) -> _Of:
+        return self
+
+
 class Float8Shard(torch.Tensor):
     """A local shard, in high precision, of a weight that is gathered in float8.
 
@@ -78,11 +92,11 @@ class Float8Shard(torch.Tensor):
     __torch_function__ = disabled_torch_function()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["plain"], self.weight
+        return ["plain"], _Of(self.weight)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Float8Shard:
-        return Float8Shard(inner["plain"], meta)
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: _Of, size: Any, stride: Any) -> Float8Shard:
+        return Float8Shard(inner["plain"], meta.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Shard:
         # a copied model has weights, and scales, of its own
@@ -124,7 +138,7 @@ class Float8Shard(torch.Tensor):
         return pytree.tree_map_only(Tensor, wrap, result)
 
     def version(self) -> tuple[Any, ...]:
-        """Differs from an earlier one if the elements may have changed since, as far as can be seen."""
+        """Differs from an earlier one if an operator may have changed the elements since."""
         return self.changes[0], self.plain._version, storage_key(self.plain)
 
     def check_device(self) -> None:

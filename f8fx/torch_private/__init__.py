@@ -15,6 +15,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``aot`` | AOTAutograd and its partitioner |
 | ``inductor`` | Inductor around a compile |
 | ``lowering`` | Inductor's lowerings and IR |
+| ``pointwise`` | Inductor's values as expressions |
 | ``scheduling`` | Inductor's scheduler |
 | ``patch`` | attributes replaced for the length of a block |
 """
@@ -66,6 +67,7 @@ from .lowering import (
     inductor_lowering,
 )
 from .patch import patched_attribute
+from .pointwise import Expressions, expressions, jit_function
 from .scheduling import combine_by_kind
 from .tensors import (
     detect_fake_mode,
@@ -91,6 +93,7 @@ __all__ = [
     "SUPPORTED_TORCH",
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "Expressions",
     "Lowering",
     "Parts",
     "aot_backend",
@@ -104,6 +107,7 @@ __all__ = [
     "disabled_torch_function",
     "eager_backward_lowering",
     "express_min_max_as_where",
+    "expressions",
     "fake_like",
     "fake_store",
     "fake_tensor_mode",
@@ -122,6 +126,7 @@ __all__ = [
     "is_fake",
     "is_mutating",
     "is_present",
+    "jit_function",
     "joint_custom_pre_pass",
     "local_tensor",
     "managed_by_fsdp",

@@ -169,13 +169,19 @@ class Lowering:
         return ir.TensorBox(buffer)
 
     def launched(
-        self, kernel: Any, programs: int, warps: int, arguments: Mapping[str, Any], written: Collection[str]
+        self,
+        kernel: Any,
+        programs: int,
+        warps: Sequence[int],
+        arguments: Mapping[str, Any],
+        written: Collection[str],
     ) -> None:
         """A launch of a Triton kernel by the generated code, which compiles it as one of its own.
 
         ``triton_kernel_wrapper_mutation`` of ``torch._higher_order_ops.triton_kernel_wrap``, ``ir.UserDefinedTritonKernel``.
 
         Args:
+            warps: of a program; of several numbers the fastest is found when the kernel first runs.
             arguments: IR values, numbers and compile-time constants, by name.
             written: the names of those that the kernel writes; torch finds them in the kernel's code.
 
@@ -191,7 +197,7 @@ class Lowering:
         values = {name: x for name, x in arguments.items() if isinstance(x, self._ir.IRNode)}
         constants = {name: x for name, x in arguments.items() if name not in values}
         self._lowering.lowerings[triton_kernel_wrapper_mutation](
-            kernel_idx=kernel_side_table.add_kernel(_with_warps(kernel, warps)),
+            kernel_idx=kernel_side_table.add_kernel(_with_warps(kernel, tuple(warps))),
             constant_args_idx=kernel_side_table.add_constant_args(constants),
             grid=[(programs,)],
             tma_descriptor_metadata={},
@@ -266,11 +272,11 @@ class Lowering:
 
 
 @cache
-def _with_warps(kernel: Any, warps: int) -> Any:
-    """A Triton kernel as ``triton.autotune`` would give it, with one configuration."""
+def _with_warps(kernel: Any, warps: tuple[int, ...]) -> Any:
+    """A Triton kernel as ``triton.autotune`` would give it."""
     from triton import Config, autotune
 
-    return autotune(configs=[Config({}, num_warps=warps)], key=[])(kernel)
+    return autotune(configs=[Config({}, num_warps=number) for number in warps], key=[])(kernel)
 
 
 def inductor_lowering() -> Lowering:

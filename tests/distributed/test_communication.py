@@ -22,9 +22,12 @@ NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduc
 def measured(setup: Setup, dtype: torch.dtype = bf16) -> Counter[tuple[str, int]]:
     """Collective and bytes that this rank hands in, of a step that is not the first."""
     model = setup.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(2):
         with collectives() as sent:
             loss_of(model(batch(step).to(dtype))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return Counter((NAMES.get(c.op, c.op).replace("_into_tensor", ""), c.bytes) for c in sent)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from unittest import mock
 
 import torch
@@ -157,11 +158,12 @@ def alternating_forbids_checkpointing():
         assert not grad.isfinite().any()
 
 
-def one_reduction_a_forward_whatever_is_wrapped():
+def one_reduction_whatever_is_wrapped():
     """Also where the root itself holds converted weights, and with prefetching by hand."""
-    for prefetch in (False, True):
+    for prefetch, scales in itertools.product((False, True), ("step", "forward")):
         torch._dynamo.reset()
-        model = Setup("tensorwise", world_mesh(), True, shard={"reshard_after_forward": False}).build()
+        enable, shard = {"scales": scales}, {"reshard_after_forward": False}
+        model = Setup("tensorwise", world_mesh(), True, shard=shard, enable=enable).build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         counts = []
         for step in range(3):
@@ -175,19 +177,19 @@ def one_reduction_a_forward_whatever_is_wrapped():
 
 
 def root_holds_converted_weights():
-    """The first forward reduces twice: until its hook has run, f8fx cannot know that a forward has begun."""
+    """Its first gather is before f8fx can know that a forward has begun: with "forward" that reduces twice."""
     from torch.distributed.fsdp import fully_shard
 
     import f8fx
     from tests.distributed.models import OPTIONS, Net
 
     results = []
-    for float8 in (False, True):
+    for scales in (None, "step", "forward"):
         torch.manual_seed(0)
         torch._dynamo.reset()
         model = Net().to(bf16)
-        if float8:
-            assert all(d.converted for d in enable_float8_all_gather(model))
+        if scales:
+            assert all(d.converted for d in enable_float8_all_gather(model, scales=scales))
         fully_shard(model, mesh=world_mesh())
         call = torch.compile(model, backend=f8fx.f8fx, options=OPTIONS)
         counts, seen = [], {}
@@ -201,13 +203,14 @@ def root_holds_converted_weights():
             seen[f"output {step}"] = y.detach()
             counts.append(sum(c.op == "all_reduce" for c in sent))
         results.append(seen | {name: whole(p) for name, p in model.named_parameters()})
-        assert counts == ([2, 1, 1] if float8 else [0, 0, 0]), counts
-    assert_same(*results)
+        assert counts == {None: [0, 0, 0], "step": [1, 1, 1], "forward": [2, 1, 1]}[scales], counts
+    for result in results[1:]:
+        assert_same(results[0], result)
 
 
-def changed_in_every_way(float8):
-    """Weights changed by hand between forwards, in ways that leave no trace; each output must follow."""
-    model = Setup("tensorwise", world_mesh(), float8).build()
+def changed_in_every_way(float8, scales="step"):
+    """Weights changed between forwards; each output must follow. For "forward", also without a trace."""
+    model = Setup("tensorwise", world_mesh(), float8, enable={"scales": scales} if float8 else {}).build()
     weight = model.blocks[0].gate.weight
     outputs = {}
 
@@ -221,16 +224,24 @@ def changed_in_every_way(float8):
     forward("in place")
     weight.data.add_(0.5)
     forward("through .data")
-    if dist.get_rank() == 0:  # one rank only: no rank may wait for another that sees no change
-        weight.to_local().detach()[0].fill_(9.0)
-    forward("one row on one rank")
     local = model.state_dict()["blocks.0.gate.weight"].to_local()
-    local.data.mul_(3)
+    if scales == "forward":
+        if dist.get_rank() == 0:  # one rank only: no rank may wait for another that sees no change
+            weight.to_local().detach()[0].fill_(9.0)
+        forward("one row on one rank")
+        local.data.mul_(3)
+        forward("through an alias, without a trace")
+    local.mul_(3)
     forward("through an alias")
+    torch.compile(lambda: weight.detach().lerp_(-weight.detach(), 0.75), backend="aot_eager")()
+    forward("by a compiled function")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     loss_of(model(batch(1))).backward()
     optimizer.step()
     forward("fused optimizer")
+    loss_of(model(batch(1))).backward()
+    torch.compile(optimizer.step, backend="aot_eager")()
+    forward("compiled optimizer")
     model.load_state_dict({n: t * 0.5 for n, t in model.state_dict().items()})
     forward("loaded")
     model.unshard()
@@ -244,24 +255,39 @@ def changed_in_every_way(float8):
 
 
 def scales_are_never_stale():
-    assert_same(changed_in_every_way(False), changed_in_every_way(True))
+    for scales in ("step", "forward"):
+        assert_same(changed_in_every_way(False, scales), changed_in_every_way(True, scales), scales)
 
 
 def changed_before_the_backward():
     """The backward would gather new weights with old scales; also after an evaluation with other weights."""
-    model = Setup("tensorwise", world_mesh(), True).build()
-    weight = model.blocks[1].gate.weight
-    loss = loss_of(model(batch(0)))
-    with torch.no_grad():
-        weight.mul_(3)
-        model(batch(1))
-        weight.div_(3)
-    _raises("was changed between a forward and a backward", loss.backward)
+    for scales in ("step", "forward"):
+        model = Setup("tensorwise", world_mesh(), True, enable={"scales": scales}).build()
+        weight = model.blocks[1].gate.weight
+        loss = loss_of(model(batch(0)))
+        with torch.no_grad():
+            weight.mul_(3)
+            model(batch(1))
+            weight.div_(3)
+        _raises("was changed between a forward and a backward", loss.backward)
     model = Setup("tensorwise", world_mesh(), True).build()
     loss = loss_of(model(batch(0)))
     with torch.no_grad():
         model(batch(1))  # an evaluation with the same weights is no matter
     loss.backward()
+
+
+def changed_within_a_forward():
+    """By the block before, say; what no rank has reduced since."""
+
+    @torch.compiler.disable  # hooks of a compiled block are compiled with it
+    def halve(*_):
+        with torch.no_grad():
+            model.blocks[1].gate.weight.mul_(0.5)
+
+    model = Setup("tensorwise", world_mesh(), True).build()
+    model.blocks[0].register_forward_hook(halve)
+    _raises("Change weights before a forward begins", lambda: model(batch(0)))
 
 
 def manual_scales():
@@ -291,10 +317,10 @@ def manual_scales():
 
 
 def one_reduction_a_step():
-    """However many forwards there are, with nothing to call; and what no optimizer did is an error."""
+    """However many forwards there are, with nothing to call, whoever changed the weights."""
     rank, results = dist.get_rank(), []
     for float8 in (False, True):
-        model = Setup("tensorwise", world_mesh(), float8, enable={"scales": "step"} if float8 else {}).build()
+        model = Setup("tensorwise", world_mesh(), float8).build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         counts = []
         for step in range(3):
@@ -313,16 +339,18 @@ def one_reduction_a_step():
         with torch.no_grad():
             results.append({"after a load": model(batch(0)).detach()})
         results[-1] |= {name: whole(p) for name, p in model.named_parameters()}
-        with torch.no_grad():
-            model.blocks[0].gate.weight.mul_(2)
-        if float8:
-            text = 'With scales="step" call f8fx.fsdp.precompute_scales'
-            _raises(text, lambda model=model: model(batch(0)))
-            model = Setup("tensorwise", world_mesh(), True, enable={"scales": "step"}).build()
-            with torch.no_grad():
-                model.blocks[0].gate.weight.mul_(2)
-                precompute_scales(model)
-                model(batch(0))
+        # an average of weights, swapped in for an evaluation and out again
+        averaged = {name: p.detach().clone() * 0.75 for name, p in model.named_parameters()}
+        with torch.no_grad(), collectives() as sent:
+            for name, parameter in model.named_parameters():
+                kept = parameter.detach().clone()
+                parameter.copy_(averaged[name])
+                averaged[name] = kept
+            results[-1]["averaged"] = torch.stack([model(batch(part)) for part in range(3)])
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(averaged[name])
+            results[-1]["back"] = model(batch(0))
+        assert sum(c.op == "all_reduce" for c in sent) == 2 * int(float8)
     assert_same(*results)
 
 
@@ -370,10 +398,11 @@ def test_two_ranks():
             rowwise_alternates,
             alternating_needs_resharding,
             alternating_forbids_checkpointing,
-            one_reduction_a_forward_whatever_is_wrapped,
+            one_reduction_whatever_is_wrapped,
             root_holds_converted_weights,
             scales_are_never_stale,
             changed_before_the_backward,
+            changed_within_a_forward,
             manual_scales,
             one_reduction_a_step,
             ranks_that_differ_all_raise,

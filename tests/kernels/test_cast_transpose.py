@@ -23,8 +23,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from f8fx.kernels import cast, cast_transpose, column_scale, launch, row_cast, row_cast_columns
+from f8fx.kernels import (
+    cast,
+    cast_transpose,
+    column_scale,
+    computed_amaxes,
+    launch,
+    row_cast,
+    row_cast_columns,
+)
 from f8fx.recipe import EPS
+from f8fx.torch_private import jit_function
+from tests.kernels import written as texts
 
 pytest.importorskip("triton")
 
@@ -249,6 +259,29 @@ def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, s
     same_bits(got[0], data)
     same_scales(got[1], scale)
     same_scales(got[2], columns)
+
+
+@in_interpreter
+@settings(sweep, max_examples=100)
+@given(
+    shape=shapes.filter(all),
+    high=st.sampled_from(HIGH),
+    seed=st.integers(0, 1000),
+    special=st.booleans(),
+    tile=st.sampled_from([(64, 8, 256), (16, 16, 32), (8, 1, 16)]),
+)
+def test_computed_amaxes(shape, high, seed, special, tile):
+    (rows, columns), tiles = shape, dict(zip(("ROWS", "STEP", "BLOCK"), tile, strict=True))
+    grad, both = (source((rows, columns * times), high, seed + times, special) for times in (1, 2))
+    left, right, product = (
+        x.float() * y.float()
+        for x, y in itertools.combinations((grad, both[:, columns:], both[:, :columns]), 2)
+    )
+    amaxes = torch.zeros(computed_amaxes.length(rows, columns, 3), dtype=torch.int32)
+    grid = (launch.ceil_div(rows, tile[0]) * launch.ceil_div(columns, tile[2]),)
+    kernel = jit_function(texts.gate(columns), computed_amaxes.NAME)
+    kernel[grid](grad, both, amaxes, **{**computed_amaxes.constants(rows, columns), **tiles})
+    same_scales(amaxes.view(torch.float32), computed_amaxes.reference((left, right, product), 2))
 
 
 @in_interpreter

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from f8fx.kernels import cast_transpose, column_scale, launch, row_cast, row_cast_columns
+from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, launch, row_cast, row_cast_columns
 from f8fx.recipe import EPS
+from f8fx.torch_private import jit_function
+from tests.kernels import written
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(launch.interpreted(), reason="Triton interprets in this process")
@@ -29,7 +31,10 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel with its compile-time arguments; ``pointers`` by name, all other arguments are sizes."""
+    """A kernel with its compile-time arguments; ``pointers`` by name, all other arguments are sizes.
+
+    ``module`` is one of :mod:`kernels`, or the text of one.
+    """
 
     module: str
     kernel: str
@@ -44,7 +49,10 @@ class Case:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        fn = getattr(launch.kernels(self.module), self.kernel)
+        if "\n" in self.module:
+            fn = jit_function(self.module, self.kernel)
+        else:
+            fn = getattr(launch.kernels(self.module), self.kernel)
         constants = {"stride_n": 1, **self.constants}
         signature = {
             name: "constexpr"
@@ -121,11 +129,11 @@ def row_cast_case(columns, high="bf16", fp8=E4M3, **flags) -> Case:
     return Case("row_cast", "row_cast_kernel", pointers, constants, tile.warps)
 
 
-def row_cast_columns_case(columns, high="bf16", **flags) -> Case:
+def row_cast_columns_case(columns, high="bf16", choice=0, **flags) -> Case:
     constants = row_cast_columns.constants(columns, 32, E4M3, True) | flags
     pointers = {f"x{index}": high for index in range(row_cast_columns.MOST)}
     pointers |= {"out": "fp8e4nv", "inverse": "fp32", "amaxes": "i32"}
-    warps = row_cast_columns.warps(columns)
+    warps = row_cast_columns.warps(columns)[choice]
     return Case("row_cast_columns", "row_cast_columns_kernel", pointers, constants, warps)
 
 
@@ -145,6 +153,13 @@ SCALES = Case(
     4,
     odd=("P",),
 )
+COMPUTED_AMAXES = Case(
+    written.gate(14336),
+    computed_amaxes.NAME,
+    {"in0": "bf16", "in1": "bf16", "amaxes": "i32"},
+    computed_amaxes.constants(8192, 14336),
+    computed_amaxes.WARPS[0],
+)
 #: What every target must take without spills.
 CASES = {
     "both, tensorwise": cast_transpose_case(STARTING),
@@ -153,6 +168,7 @@ CASES = {
     "long rows": row_cast_case(16384),
     "rows, columns": row_cast_columns_case(4096),
     "long rows, columns": row_cast_columns_case(14336),
+    "computed amaxes": COMPUTED_AMAXES,
     "column amax": COLUMN_AMAX,
     "scales": SCALES,
 }
@@ -183,8 +199,8 @@ def check_conversions(compiled, capability, fp8="e4m3x2"):
 def test_no_spills(name, capability, tmp_path):
     compiled = CASES[name].compile(capability)
     usage = check_occupancy(compiled, tmp_path)
-    assert usage["REG"] <= (128 if name == "long rows, columns" else 80)
-    if name not in ("column amax", "scales"):
+    assert usage["REG"] <= {"long rows, columns": 128, "computed amaxes": 168}.get(name, 80)
+    if name not in ("column amax", "scales", "computed amaxes"):
         check_conversions(compiled, capability)
     if "both" in name:
         # 8 + 8 accesses of 16 bytes for 64 elements a thread, and none narrower; scales are loaded besides
@@ -199,6 +215,10 @@ def test_no_spills(name, capability, tmp_path):
     elif "rows" in name:
         assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
         assert compiled.ptx["st.global.v4.b32"]
+    if name == "computed amaxes":
+        # into shared memory or registers, 16 bytes at a time
+        assert compiled.ptx["ld.global.v4.b32"] or compiled.ptx["cp.async.cg.shared.global"]
+        assert not compiled.widths("st.global")
     if name == "column amax":
         assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
 
@@ -224,6 +244,8 @@ def test_all_tiles_on_hopper(tile, dims, tmp_path):
         row_cast_case(16384, "fp32"),
         row_cast_case(28672),
         row_cast_case(256, POWER_OF_2=True),
+        row_cast_columns_case(4096, choice=1),
+        row_cast_columns_case(14336, choice=1),
     ],
     ids=[
         "fp32",
@@ -235,13 +257,16 @@ def test_all_tiles_on_hopper(tile, dims, tmp_path):
         "fp32 rows",
         "looped rows",
         "short rows",
+        "rows, columns, fewer warps",
+        "long rows, columns, more warps",
     ],
 )
 def test_variants_on_hopper(case, tmp_path):
     compiled = case.compile(90)
     check_occupancy(compiled, tmp_path)
     check_conversions(compiled, 90, "e5m2x2" if "fp8e5" in case.pointers.values() else "e4m3x2")
-    assert compiled.ptx["ld.global.v4.b32"] and compiled.ptx["st.global.v4.b32"]
+    assert compiled.ptx["ld.global.v4.b32"] or compiled.ptx["cp.async.cg.shared.global"]
+    assert compiled.ptx["st.global.v4.b32"]
 
 
 def test_float32_scales_need_no_float64():

@@ -19,14 +19,14 @@ def args(rows=16):
     return randn(rows, 32), randn(48, 32, seed=1)
 
 
-def graph_with(fn, *inputs, dynamic=False, **options):
+def graph_with(fn, *inputs, dynamic=False, scales="torchao", **options):
     """Text of the joint graph, as if the CPU were a device that the kernel is for."""
     from f8fx.passes import describe
 
     texts = []
     parsed = f8fx.Options.parse({"select": "all", "recipe": "rowwise", **options})
     pipeline = parsed.pipeline(
-        debug=True, rowwise_scales=lambda device: "torchao", kernels=lambda device: parsed.kernels == "auto"
+        debug=True, rowwise_scales=lambda device: scales, kernels=lambda device: parsed.kernels == "auto"
     )
 
     def transform(graph):

@@ -1,0 +1,129 @@
+"""Lowerings to Triton kernels of our own, and to Inductor's where ours are not for.
+
+Ours are for GPUs whose canary (:mod:`f8fx.canary`) found them to be right, and for sizes that are known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import canary, ops
+from .kernels import computed_amaxes, launch, row_cast_columns
+from .torch_private import Lowering, as_strided_keeps_offsets, expressions, jit_function
+
+aten = torch.ops.aten
+
+
+def quantize_rowwise(
+    table: Lowering,
+    tensors: Sequence[Any],
+    groups: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool = False,
+) -> list[Any]:
+    """Row casts and column amaxes."""
+    sources = [table.row_major(x) for x in tensors]
+    launched = _row_cast_columns(table, sources, groups, dtype, power_of_2)
+    if launched is not None:
+        return launched
+    results = []
+    for group in ops.grouped(sources, groups):
+        x = group[0] if len(group) == 1 else table.concatenation(group, 0)
+        scale = table(ops.scale, table(ops.amax, x, 1), dtype=dtype, power_of_2=power_of_2)
+        copy = table(ops.quantize, x, scale, dtype=dtype, dim=1)
+        results += [copy, table(aten.reciprocal, scale), table(ops.amax, x, 0)]
+    return results
+
+
+def _row_cast_columns(
+    table: Lowering, sources: Sequence[Any], groups: Sequence[int], dtype: torch.dtype, power_of_2: bool
+) -> list[Any] | None:
+    """One launch of :mod:`kernels.row_cast_columns`; ``None`` where it is not for."""
+    kernel = row_cast_columns
+    layouts = [table.numbers((*x.get_size(), *x.get_stride())) for x in sources]
+    known = [layout for layout in layouts if layout is not None]
+    if not _is_allowed(sources[0]) or len(known) < len(layouts):
+        return None
+    rows, (_, columns, stride, inner) = [size for size, *_ in known], known[0]
+    if inner != 1 or any(layout[1:] != known[0][1:] for layout in known):
+        return None
+    step = kernel.rows_per_program(sum(rows), columns, table.multiprocessors(sources[0].get_device()))
+    programs = kernel.programs(rows, step)
+    copy = table.empty((sum(rows), columns), dtype, sources[0])
+    inverse = table.empty((sum(rows),), torch.float32, sources[0])
+    amaxes = table.zeros((len(groups), columns), torch.int32, sources[0])
+    arguments = {
+        **kernel.arguments(sources, rows, groups, columns, stride, (copy, inverse, amaxes)),
+        **kernel.constants(columns, step, dtype, power_of_2),
+    }
+    triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
+    table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "inverse", "amaxes"))
+    results, start = [], 0
+    for index, heights in enumerate(ops.grouped(rows, groups)):
+        end = start + sum(heights)
+        amax = table(aten.view.dtype, table(aten.select, amaxes, 0, index), torch.float32)
+        part = table(aten.slice, inverse, 0, start, end)
+        if len(groups) > 1 and not as_strided_keeps_offsets():
+            part = table.copied(part)
+        results += [table(aten.slice, copy, 0, start, end), part, amax]
+        start = end
+    return results
+
+
+def amax_both(table: Lowering, x: Any, others: Sequence[Any]) -> list[Any]:
+    """Amaxes of rows and of columns, and of the columns of other tensors."""
+    launched = _computed_amaxes(table, x, others)
+    if launched is not None:
+        return launched
+    return [table(ops.amax, x, 1), table(ops.amax, x, 0), *(table(ops.amax, other, 0) for other in others)]
+
+
+def _computed_amaxes(table: Lowering, x: Any, others: Sequence[Any]) -> list[Any] | None:
+    """One launch of a kernel that :mod:`kernels.computed_amaxes` writes; ``None`` where it is not for."""
+    kernel = computed_amaxes
+    whole = table.parts(x)
+    parts = [x] if whole is None else list(whole.values)
+    values = [*parts, *others]
+    shapes = {table.numbers(value.get_size()) for value in values}
+    (shape,) = shapes if len(shapes) == 1 else (None,)
+    if shape is None or not _is_allowed(x) or (whole is not None and whole.dim != 1):
+        return None
+    written = expressions(values)
+    if written is None:
+        return None
+    rows, columns = shape
+    amaxes = table.zeros((kernel.length(rows, columns, len(values)),), torch.int32, x)
+    inputs = {f"in{index}": value for index, value in enumerate(written.inputs)}
+    text = kernel.source(len(inputs), written.lines, written.results, len(parts))
+    table.launched(
+        jit_function(text, kernel.NAME),
+        kernel.programs(rows, columns),
+        kernel.WARPS,
+        {**inputs, "amaxes": amaxes, **kernel.constants(rows, columns)},
+        ("amaxes",),
+    )
+    found = table(aten.view.dtype, amaxes, torch.float32)
+    ends = [0, rows, *(rows + count * columns for count in range(len(parts), len(values) + 1))]
+    results = [table(aten.slice, found, 0, start, end) for start, end in itertools.pairwise(ends)]
+    return [tiled(results[0]), *results[1:]]
+
+
+def _is_allowed(x: Any) -> bool:
+    device = x.get_device()
+    return device.type == "cuda" and canary.form(device, "one read") == "fused"
+
+
+def tiled(x: Any) -> Any:
+    """The value, marked as what a tiled kernel is to cast with."""
+    x.f8fx_tiled = True
+    return x
+
+
+def is_tiled(x: Any) -> bool:
+    """Whether a value is :func:`tiled`."""
+    return getattr(x, "f8fx_tiled", False)

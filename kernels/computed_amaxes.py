@@ -1,0 +1,105 @@
+"""Amaxes of rows and of columns, from one read of what they are computed from.
+
+A tensor that is computed in the kernels that cast it (the gradients of a gate, say) is not in memory, and
+:mod:`kernels.row_cast_columns` has nothing to read. Inductor takes its rows' amaxes in the kernel that casts the rows,
+which holds whole rows, and its columns' amaxes in another: the inputs are read three times before both
+copies are there. Here they are read twice: for the amaxes of both, tile by tile, and for both casts.
+
+The arithmetic is a graph's own, so there is no kernel before there is a graph: this module writes one around it.
+Several tensors of one shape that are computed from the same inputs are one launch. The first of them stand
+side by side, so that their rows have amaxes in common; of the others (what the activation function gave, which its
+weight's gradient needs) only the columns' amaxes are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import cast as definition
+from . import launch
+
+NAME = "computed_amaxes_kernel"
+#: Of a program: 16 elements a thread, or 8.
+WARPS = (4, 8)
+#: A program goes down ``_ROWS`` rows of ``_BLOCK`` columns, ``_STEP`` rows at a time, with rows that one warp reads side
+#: by side. **Not measured yet: to be tuned on a GPU.**
+_ROWS, _STEP, _BLOCK = 64, 8, 256
+
+_HEADER = """\
+import triton
+import triton.language as tl
+from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
+"""
+
+
+def source(inputs: int, lines: Sequence[str], results: Sequence[str], side_by_side: int) -> str:
+    """The text of a module with the kernel in it.
+
+    Args:
+        inputs: how many tensors are read, as ``in0``, ``in1``, ...
+        lines: statements that compute the elements of a tile from its row numbers ``m`` (a column of int64) and column
+            numbers ``n`` (a row); they read with the mask ``inside``.
+        results: the names of the tensors in them, float32, each of the tile's shape.
+        side_by_side: how many of them rows go through.
+    """
+    arguments = ", ".join([*(f"in{index}" for index in range(inputs)), "amaxes"])
+    tensors = range(len(results))
+    bits = [
+        f"        bits{i} = tl.where(inside, {x}.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)"
+        for i, x in enumerate(results)
+    ]
+    both = "bits0"
+    for index in tensors[1:side_by_side]:
+        both = f"tl.maximum({both}, bits{index})"
+    return "\n".join(
+        [
+            _HEADER,
+            "",
+            "@triton.jit",
+            f"def {NAME}({arguments}, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, "
+            "BLOCK: tl.constexpr):",
+            "    blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK",
+            "    program = tl.program_id(0)",
+            "    n = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]",
+            "    first = (program // blocks) * ROWS",
+            *(f"    columns{index} = tl.zeros([STEP, BLOCK], tl.int32)" for index in tensors),
+            "    for step in range(0, ROWS, STEP):",
+            "        rows = first + step + tl.arange(0, STEP)",
+            "        inside = (rows < M)[:, None] & (n < N)",
+            "        m = rows.to(tl.int64)[:, None]",
+            *(f"        {line}" for line in lines),
+            *bits,
+            *(f"        columns{index} = tl.maximum(columns{index}, bits{index})" for index in tensors),
+            f'        tl.atomic_max(amaxes + rows, tl.max({both}, 1), rows < M, sem="relaxed")',
+            *(
+                f"    tl.atomic_max(amaxes + M + {index} * N + n, tl.max(columns{index}, 0)[None, :], n < N, "
+                'sem="relaxed")'
+                for index in tensors
+            ),
+            "",
+        ]
+    )
+
+
+def constants(rows: int, columns: int) -> dict[str, int]:
+    """The kernel's compile-time arguments, for tensors [rows, columns]."""
+    return {"M": rows, "N": columns, "ROWS": _ROWS, "STEP": _STEP, "BLOCK": _BLOCK}
+
+
+def programs(rows: int, columns: int) -> int:
+    """How many programs there are."""
+    return launch.ceil_div(rows, _ROWS) * launch.ceil_div(columns, _BLOCK)
+
+
+def length(rows: int, columns: int, tensors: int) -> int:
+    """Elements of ``amaxes``: int32, zeros before the launch, the bits of float32 after it; rows, then columns."""
+    return rows + tensors * columns
+
+
+def reference(tensors: Sequence[Tensor], side_by_side: int) -> Tensor:
+    """What is in ``amaxes`` after the launch, as float32: rows, then columns of one tensor after the other."""
+    rows = definition.amax(torch.cat(list(tensors[:side_by_side]), 1), 1)
+    return torch.cat([rows, *(definition.amax(x, 0) for x in tensors)])

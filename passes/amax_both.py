@@ -1,0 +1,190 @@
+"""Pass 7c, *amax both*: amaxes of rows and of columns of a computed tensor, in one read of what it is computed from.
+
+A gradient that comes out of an activation function is not in memory: each kernel that needs it computes it from the
+function's inputs. With a rowwise recipe that is three kernels, the first for the rows' amaxes and the row-major copy,
+the second for the columns' amaxes, the third for the transposed copy. :mod:`kernels.computed_amaxes` takes all amaxes in
+one, and then one of Inductor's tiled kernels makes both copies: a read less. What the function gave, of which the backward
+needs a copy scaled by columns, is computed from the same inputs, and its amaxes are taken along.
+
+Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row), or columns in another (for
+the gradient of a bias), that is no read less, and what moves elements about on its way (RoPE) the kernel has no words
+for: these stay as they are.
+Tensors in memory are :mod:`passes.one_read`'s, which runs before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import fx
+
+from f8fx import ops
+
+from .find import backward_nodes
+from .one_read import ends_in, is_in_memory
+from .operand import CASTS, SAME_ORDER, base_of, readers, shape_of
+
+aten = torch.ops.aten
+
+
+class AmaxBoth:
+    """Replaces the amaxes of tensors cast by ``quantize_both`` by one ``amax_both`` each, in place.
+
+    Args:
+        has_kernel: the devices that the kernel is for.
+    """
+
+    def __init__(self, has_kernel: Callable[[torch.device], bool]) -> None:
+        self.has_kernel = has_kernel
+
+    def __call__(self, graph: fx.Graph) -> None:
+        casts = graph.find_nodes(op="call_function", target=ops.quantize_both)
+        found = [match for node in casts if (match := self._match(node)) is not None]
+        backward = backward_nodes(graph) if found else set()
+        own = {match.columns for match in found}
+        for match in found:
+            if match.rows in backward:
+                match.others = [amax for amax in _others(graph, match, backward) if amax not in own]
+            _join(graph, match)
+
+    def _match(self, both: fx.Node) -> _Match | None:
+        source, *scales = cast("tuple[fx.Node, ...]", both.args[:3])
+        if "recompute" in both.meta or not self.has_kernel(both.meta["val"][0].device):
+            return None
+        rows, columns = (_amax_of(scale, source, dim) for scale, dim in zip(scales, (1, 0), strict=True))
+        if rows is None or columns is None:
+            return None
+        parts: list[fx.Node] = [source]
+        if source.target is ops.concat and source.args[1] == 1:
+            parts = cast("list[fx.Node]", source.args[0])
+        shape = shape_of(parts[0])
+        if any(type(size) is not int or not size for size in shape) or any(
+            shape_of(part) != shape for part in parts
+        ):
+            return None
+        inputs: set[Hashable] = set()
+        for part in parts:
+            own = None if is_in_memory(part) or _is_summed(part) else _inputs(part)
+            if own is None:
+                return None
+            inputs |= own
+        return _Match(source, shape, rows, columns, inputs)
+
+
+@dataclass
+class _Match:
+    """A computed tensor.
+
+    Attributes:
+        shape: of each of the parts that stand side by side in it.
+        rows, columns: its amaxes.
+        inputs: what it is computed from.
+        others: amaxes of the columns of other tensors of that shape that are computed from nothing else.
+    """
+
+    source: fx.Node
+    shape: tuple[int, ...]
+    rows: fx.Node
+    columns: fx.Node
+    inputs: set[Hashable]
+    others: list[fx.Node] = field(default_factory=list)
+
+
+def _amax_of(scale: fx.Node, source: fx.Node, dim: int) -> fx.Node | None:
+    """The amax of the source's rows or columns that a scale comes from."""
+    amax = scale.args[0] if scale.target is ops.scale else None
+    if isinstance(amax, fx.Node) and amax.target is ops.amax and amax.args == (source, dim):
+        return amax
+    return None
+
+
+def _is_summed(source: fx.Node) -> bool:
+    """Whether the sums of a tensor's columns are taken: it is a gradient, and they are the bias's."""
+    sums = (user for user in readers(source, SAME_ORDER | CASTS) if user.target is aten.sum.dim_IntList)
+    return any(user.meta["val"].numel() == shape_of(source)[1] for user in sums)
+
+
+def _inputs(source: fx.Node) -> set[Hashable] | None:
+    """The tensors in memory, or parts of them, that a value is computed from element by element; ``None`` if it is not."""
+    rows, columns = shape_of(source)
+    seen: set[fx.Node] = set()
+    found: set[Hashable] = set()
+    todo = [source]
+    while todo:
+        node = todo.pop()
+        value = node.meta.get("val")
+        if node in seen or not isinstance(value, torch.Tensor):
+            continue
+        seen.add(node)
+        if "f8fx" in node.meta and value.numel() in (rows, columns) and value.numel() < rows * columns:
+            found.add(node)  # scales of a gemm, which are written
+            continue
+        if value.numel() > 1 and value.shape[-1] != columns:
+            return None  # a number a row: the mean of a norm
+        if value.numel() == 1 and not node.all_input_nodes and node.op == "call_function":
+            continue  # a constant
+        if is_in_memory(node):
+            found.add(base_of(node))
+        elif node.target is aten.slice.Tensor and is_in_memory(cast("fx.Node", node.args[0])):
+            found.add((base_of(cast("fx.Node", node.args[0])), *node.args[1:]))
+        elif node.target in SAME_ORDER | CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            todo.extend(node.all_input_nodes)
+        else:
+            return None
+    return found
+
+
+def _others(graph: fx.Graph, match: _Match, backward: set[fx.Node]) -> list[fx.Node]:
+    """Amaxes of columns that can be taken along: nothing but the backward reads them."""
+    others = []
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    place = order[min(match.rows, match.columns)]
+    for amax in graph.find_nodes(op="call_function", target=ops.amax):
+        source = cast("fx.Node", amax.args[0])
+        if amax.args[1:] != (0,) or "recompute" in amax.meta:
+            continue
+        if shape_of(source) != match.shape or is_in_memory(source):
+            continue
+        # what stands before the kernel and reads this amax moves behind it
+        needed = match.source in _readers(amax, order, place)
+        inputs = None if needed or not ends_in(amax, backward) else _inputs(source)
+        if inputs is not None and inputs <= match.inputs:
+            others.append(amax)
+    return others
+
+
+def _join(graph: fx.Graph, match: _Match) -> None:
+    """Puts ``amax_both`` in the place of the amaxes."""
+    place = min(match.rows, match.columns)
+    olds = [match.rows, match.columns, *match.others]
+    with graph.inserting_before(place):
+        both = graph.call_function(ops.amax_both, (match.source, [other.args[0] for other in match.others]))
+        both.meta.update({**match.rows.meta, "val": [old.meta["val"] for old in olds]})
+        news = []
+        for index, old in enumerate(olds):
+            news.append(graph.call_function(operator.getitem, (both, index)))
+            news[-1].meta.update({**old.meta, "f8fx": match.rows.meta["f8fx"]})
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    early = sorted(
+        (node for old in match.others for node in _readers(old, order, order[both])), key=order.__getitem__
+    )
+    for node in reversed(dict.fromkeys(early)):
+        news[-1].append(node)
+    for old, new in zip(olds, news, strict=True):
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+
+
+def _readers(node: fx.Node, order: dict[fx.Node, int], before: int) -> set[fx.Node]:
+    """All that depends on a node and stands before a place."""
+    todo, seen = [node], set[fx.Node]()
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen and order[user] < before:
+                seen.add(user)
+                todo.append(user)
+    return seen

@@ -1,0 +1,19 @@
+"""Text of kernels that are written for a graph."""
+
+from __future__ import annotations
+
+from f8fx.kernels import computed_amaxes
+
+
+def gate(columns: int) -> str:
+    """Text for a gate's gradients: of ``in0`` [M, N], ``in1`` [M, 2 N], with the product of the halves besides."""
+    load = "tl.load(tl.broadcast_to({}, [STEP, BLOCK]), inside, 0.0).to(tl.float32)"
+    lines = (
+        f"grad = {load.format(f'in0 + ({columns}*m + 1*n + 0)')}",
+        f"gate = {load.format(f'in1 + ({2 * columns}*m + 1*n + 0)')}",
+        f"up = {load.format(f'in1 + ({2 * columns}*m + 1*n + {columns})')}",
+        "left = grad * up",
+        "right = grad * gate",
+        "product = gate * up",
+    )
+    return computed_amaxes.source(2, lines, ("left", "right", "product"), 2)

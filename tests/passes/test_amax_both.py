@@ -1,0 +1,209 @@
+"""*amax both*: of which tensors the amaxes of rows and columns are taken from what they are computed from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch.utils.checkpoint import checkpoint
+
+import f8fx
+from f8fx import ops
+from tests.helpers import randn
+from tests.passes.test_one_read import graph_with, run_with
+
+
+def args(rows=32, dim=32, hidden=48):
+    return (
+        randn(rows, dim),
+        randn(hidden, dim, seed=1),
+        randn(hidden, dim, seed=2),
+        randn(dim, hidden, seed=3),
+    )
+
+
+def gated(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def activated(x, first, _, second, function=F.silu):
+    return F.linear(function(F.linear(x, first)), second)
+
+
+def lines(fn, *inputs, **options):
+    """What is done with amaxes in the joint graph."""
+    text = graph_with(fn, *inputs, **options)
+    return [line for line in text.splitlines() if "f8fx.amax" in line]
+
+
+def taken(fn, *inputs, **options):
+    return sum("amax_both" in line for line in lines(fn, *inputs, **options))
+
+
+class TestGraph(TestCase):
+    def test_an_activation(self):
+        """Its gradient is cast both ways; what it gave, by columns, for the second layer's weight."""
+        self.assertExpectedInline(
+            "\n".join(lines(activated, *args())),
+            """\
+amax: f32[32] = f8fx.amax(convert_element_type_1, 1)
+amax_both: (f32[32], f32[48], f32[48]) = f8fx.amax_both(convert_element_type_6, [convert_element_type_1])""",
+        )
+
+    def test_a_gate(self):
+        """The two gradients stand side by side where the two layers are merged."""
+        self.assertExpectedInline(
+            "\n".join(lines(gated, *args(64, 128, 256), target="h100")),
+            """\
+amax: f32[64] = f8fx.amax(mul, 1)
+amax_both: (f32[64], f32[512], f32[256]) = f8fx.amax_both(concat_1, [mul])""",
+        )
+
+
+def test_it_can_be_switched_off():
+    assert taken(activated, *args(), kernels="inductor") == 0
+
+
+@pytest.mark.parametrize(
+    "function", [F.relu, F.silu, F.gelu, torch.tanh, lambda x: F.gelu(x, approximate="tanh")]
+)
+def test_activation_functions(function):
+    def f(x, first, second):
+        return F.linear(function(F.linear(x, first)), second)
+
+    x, first, _, second = args()
+    assert taken(f, x, first, second) == 1
+    same_with_and_without(f, x, first, second)
+
+
+def test_gemms_that_are_scaled_afterwards_and_those_that_scale():
+    """The scales of a gemm that does not apply them are numbers a row, but of no row at hand."""
+    x, first, _, second = args(32, 48, 48)  # as many columns as rows would hide the one in the other
+    for scales in ("torchao", "in_gemm", "after"):
+        found = lines(lambda x, a, b: activated(x, a, None, b), x, first, second, scales=scales)
+        assert sum("amax_both" in line for line in found) == 1, scales
+
+
+def test_a_norm_needs_whole_rows_anyway():
+    def f(x, first, second):
+        return F.linear(F.rms_norm(F.linear(x, first), [48]), second)
+
+    x, first, _, second = args()
+    assert taken(f, x, first, second) == 0
+    assert taken(f, x, randn(48, 48, seed=1)[:, :32].detach(), second) == 0
+
+
+def test_a_bias_needs_the_sums_of_columns_anyway():
+    def f(x, first, bias, second):
+        return F.linear(F.silu(F.linear(x, first, bias)), second)
+
+    x, first, _, second = args()
+    assert taken(f, x, first, randn(48, seed=5), second) == 0
+    # but for one that is not trained
+    assert taken(f, x, first, randn(48, seed=5, grad=False), second) == 1
+
+
+def test_a_norm_of_a_square_tensor():
+    """A number a row and a number a column are told apart by where they stand."""
+
+    def f(x, first, second):
+        return F.linear(F.rms_norm(F.linear(x, first), [32]), second)
+
+    assert taken(f, randn(32, 32), randn(32, 32, seed=1), randn(32, 32, seed=2)) == 0
+
+
+def test_elements_that_change_places():
+    def f(x, first, second):
+        y = F.linear(x, first)
+        return F.linear(torch.cat([-y[:, 24:], y[:, :24]], 1), second)
+
+    x, first, _, second = args()
+    assert taken(f, x, first, second) == 0
+
+
+def test_a_gradient_in_memory():
+    """It is read by the kernel that casts rows too."""
+    x, first, _, second = args()
+    assert taken(lambda x, a, b: F.linear(F.linear(x, a), b), x, first, second, scales="in_gemm") == 0
+
+
+def test_checkpointed_regions():
+    """The amaxes of what the function gave are taken once, in the backward: nothing is saved for them."""
+
+    def f(x, first, second):
+        return checkpoint(lambda x: activated(x, first, None, second), x, use_reentrant=False)
+
+    x, first, _, second = args()
+    assert taken(f, x, first, second) == 1
+    same_with_and_without(f, x, first, second)
+
+
+def test_sizes_that_are_not_known():
+    assert taken(activated, *args(), dynamic=True) == 0
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_other_recipes(recipe):
+    assert taken(activated, *args(), recipe=recipe) == 0
+
+
+def test_column_amaxes_that_the_forward_needs_stay_there():
+    """``h`` is cast by columns in the forward, too."""
+
+    def f(x, first, second, third):
+        h = F.silu(F.linear(x, first))
+        return F.linear(h, second), h.t() @ third
+
+    x, first, _, second = args()
+    third = randn(32, 64, seed=4)
+    found = [line for line in lines(f, x, first, second, third, scales="in_gemm") if "amax_both" in line]
+    assert found and all("[]" in line for line in found)
+    same_with_and_without(f, x, first, second, third)
+
+
+def test_what_the_gradient_depends_on_is_not_taken_along():
+    """The scales of ``h`` by columns go into the very gradient: they cannot come with its amaxes."""
+
+    def f(x, first):
+        h = F.silu(F.linear(x, first))
+        return F.linear(h.t(), h.t())
+
+    x, first = randn(32, 32), randn(32, 32, seed=1)
+    same_with_and_without(f, x, first)
+
+
+def test_gradients_of_the_same_inputs():
+    """Of two gates' gradients neither is taken along with the other: each is cast by rows, too."""
+    x, gate, up, down = args()
+    assert taken(gated, x, gate, up, down, merge="never") == 2
+    same_with_and_without(gated, x, gate, up, down, merge="never")
+
+
+def test_a_gate_has_the_same_bits():
+    same_with_and_without(gated, *args())
+    same_with_and_without(gated, *args(64, 128, 256), target="h100")
+
+
+def test_the_operator_gives_the_amaxes():
+    x, y = randn(33, 17, grad=False), randn(33, 17, grad=False, seed=1)
+    y[3, 4] = torch.nan
+    found = ops.amax_both(x, [y])
+    want = [ops.amax(x, 1), ops.amax(x, 0), ops.amax(y, 0)]
+    for own, other in zip(found, want, strict=True):
+        assert torch.equal(own.nan_to_num(-1), other.nan_to_num(-1))
+
+
+def same_with_and_without(fn, *inputs, **options):
+    """The graph computes what it does without the kernel, whose definition takes its place here."""
+    results = []
+    for kernels in ("auto", "inductor"):
+        parsed = f8fx.Options.parse({"select": "all", "recipe": "rowwise", "kernels": kernels, **options})
+        pipeline = parsed.pipeline(debug=True, kernels=lambda device, used=kernels: used == "auto")
+        tensors = [x.detach().clone().requires_grad_() for x in inputs]
+        ys = run_with(pipeline, fn, *tensors)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        sum((y * randn(*y.shape, grad=False, seed=5)).sum() for y in ys).backward()
+        results.append([*(y.detach() for y in ys), *(x.grad for x in tensors)])
+    for own, other in zip(*results, strict=True):
+        assert torch.equal(own, other)

@@ -1,0 +1,157 @@
+"""What the graph computes, written as Triton statements, and computed here by reading these statements as PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from f8fx import kernel_lowerings
+from f8fx.torch_private import Expressions, expressions
+from tests.test_codegen import generated
+
+pytest.importorskip("triton")
+
+ROWS, COLUMNS, WIDTH = 48, 1040, 4096
+
+
+class Activated(nn.Module):
+    """A layer, an activation function and a layer that reads what it gives."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, COLUMNS, bias=False) for _ in range(2))
+        self.down = nn.Linear(COLUMNS, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(self.function(self.gate(x)))
+
+
+class Gated(Activated):
+    """The two layers that read the input are merged: their results lie side by side."""
+
+    def forward(self, x):
+        return self.down(self.function(self.gate(x)) * self.up(x))
+
+
+class Masked(Activated):
+    """What a mask, of truth values in memory, leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.empty(ROWS, COLUMNS, dtype=torch.bool))
+
+    def forward(self, x):
+        return self.down(self.function(self.gate(x)).masked_fill(self.mask.bool(), 0))
+
+
+class Address:
+    """A tensor's memory: an index added to it gives its elements there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.elements = tensor.reshape(-1)
+
+    def __add__(self, index: Tensor) -> Tensor:
+        inside = (index >= 0) & (index < len(self.elements))
+        assert inside.all(), "reads beyond a tensor"
+        return self.elements[index]
+
+
+def computed(written: Expressions, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The values that the statements give, on one tile of the tensors' size."""
+    names = {
+        "tl": types.SimpleNamespace(
+            float32=torch.float32,
+            int1=torch.bool,
+            broadcast_to=torch.broadcast_to,
+            load=lambda elements, mask, other: elements,
+            sigmoid=torch.sigmoid,
+            sqrt_rn=torch.sqrt,
+            where=lambda condition, *values: torch.where(condition, *map(torch.as_tensor, values)),
+        ),
+        "tl_math": types.SimpleNamespace(abs=torch.abs, log=torch.log),
+        "libdevice": torch,
+        "STEP": ROWS,
+        "BLOCK": COLUMNS,
+        "m": torch.arange(ROWS)[:, None],
+        "n": torch.arange(COLUMNS)[None, :],
+        "inside": None,
+        **{f"in{index}": Address(tensor) for index, tensor in enumerate(inputs)},
+    }
+    exec("\n".join(written.lines), names)
+    return [names[result] for result in written.results]
+
+
+def form_of(x: Any) -> tuple[Any, ...]:
+    """What tells inputs apart, of a tensor or a value of Inductor's."""
+    if isinstance(x, Tensor):
+        return (*x.shape, x.dtype == torch.bool)
+    return (*map(int, x.get_size()), x.get_dtype() == torch.bool)
+
+
+def written_for(module: type[Activated], function: Callable[[Tensor], Tensor]) -> tuple[list[Any], str]:
+    """What is written for the gradient of the function, and the backward's code."""
+    found = []
+
+    def recorded(values):
+        # sizes while they can be asked
+        written = expressions(values)
+        found.append((written, [form_of(x) for x in written.inputs]) if written else None)
+        return written
+
+    kind = type(module.__name__, (module,), {"function": staticmethod(function)})
+    with mock.patch.object(kernel_lowerings, "expressions", recorded):
+        _, backward = generated(kind, (ROWS, WIDTH), recipe="rowwise")
+    return found, backward.code
+
+
+FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu squared": lambda x: F.relu(x).square(),
+    "leaky relu": F.leaky_relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softcap": lambda x: 30.0 * torch.tanh(x / 30.0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("module", [Activated, Gated, Masked])
+def test_activation_functions(name, module):
+    function = FUNCTIONS[name]
+    ((written, forms),), code = written_for(module, function)
+    assert re.search(r"computed_amaxes_kernel_\d+\.run\(", code)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(ROWS, COLUMNS, generator=generator)
+    gate, up = (torch.randn(ROWS, COLUMNS, generator=generator, requires_grad=True) for _ in range(2))
+    before = (gate, up) if module is Gated else (gate,)
+    mask = torch.rand(ROWS, COLUMNS, generator=generator) < 0.5
+    after = function(gate) * (up if module is Gated else ~mask if module is Masked else 1)
+    wanted = [*torch.autograd.grad(after, before, grad), after]
+    # which input is which follows from its form, where these differ
+    inputs = (grad, torch.cat(before, 1).detach(), *([mask] if module is Masked else ()))
+    orders = [given for given in itertools.permutations(inputs) if [*map(form_of, given)] == forms]
+    errors = []
+    for given in orders:
+        values = computed(written, given)
+        errors.append(max((a - b).abs().max().item() for a, b in zip(values, wanted, strict=True)))
+    assert orders and min(errors) < 1e-5, errors
+
+
+def test_there_are_no_words_for_everything():
+    """Then the amaxes are Inductor's."""
+    found, code = written_for(Activated, lambda x: torch.special.bessel_j0(x) * F.silu(x))
+    assert found in ([], [None]) and "computed_amaxes" not in code
