@@ -31,6 +31,10 @@ from .operand import CASTS, SAME_ORDER, base_of, readers, shape_of
 aten = torch.ops.aten
 
 
+#: One number, in a tensor of any size.
+_CONSTANTS = frozenset((aten.full.default, aten.scalar_tensor.default))
+
+
 class AmaxBoth:
     """Replaces the amaxes of tensors cast by ``quantize_both`` by one ``amax_both`` each, in place.
 
@@ -125,8 +129,8 @@ def _inputs(source: fx.Node) -> set[Hashable] | None:
             continue
         if value.numel() > 1 and value.shape[-1] != columns:
             return None  # a number a row: the mean of a norm
-        if value.numel() == 1 and not node.all_input_nodes and node.op == "call_function":
-            continue  # a constant
+        if node.target in _CONSTANTS:
+            continue
         if is_in_memory(node):
             found.add(base_of(node))
         elif node.target is aten.slice.Tensor and is_in_memory(cast("fx.Node", node.args[0])):

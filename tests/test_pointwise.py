@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from f8fx import kernel_lowerings
+from f8fx.kernels import computed_amaxes
 from f8fx.torch_private import Expressions, expressions
+from tests.kernels.test_compile import TARGETS, Case, check_occupancy
 from tests.test_codegen import generated
 
 pytest.importorskip("triton")
@@ -149,6 +151,24 @@ def test_activation_functions(name, module):
         values = computed(written, given)
         errors.append(max((a - b).abs().max().item() for a, b in zip(values, wanted, strict=True)))
     assert orders and min(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize("warps", computed_amaxes.WARPS)
+@pytest.mark.parametrize("capability", TARGETS)
+def test_the_kernel_of_a_gate_has_no_spills(capability, warps, gate_code, tmp_path):
+    """As it is generated, with libdevice's functions in it."""
+    (body,) = re.findall(r"@triton\.jit\ndef computed_amaxes_kernel\(.*?(?=^'{3})", gate_code, re.S | re.M)
+    text = computed_amaxes.source(0, [], ["x"], 1).partition("@triton.jit")[0] + body
+    pointers = {"in0": "bf16", "in1": "bf16", "amaxes": "i32"}
+    constants = computed_amaxes.constants(ROWS, COLUMNS)
+    compiled = Case(text, computed_amaxes.NAME, pointers, constants, warps).compile(capability)
+    assert check_occupancy(compiled, tmp_path)["REG"] <= 168
+    assert compiled.ptx["ld.global.v4.b32"]
+
+
+@pytest.fixture(scope="module")
+def gate_code() -> str:
+    return written_for(Gated, F.silu)[1]
 
 
 def test_there_are_no_words_for_everything():

@@ -77,6 +77,25 @@ def test_activation_functions(function):
     same_with_and_without(f, x, first, second)
 
 
+def test_constants_of_any_size():
+    """On GPUs SiLU's gradient is computed with a tensor of ones."""
+
+    def f(x, first, second):
+        y = F.linear(x, first)
+        return F.linear(y * (torch.full_like(y, 1.0) - torch.sigmoid(y)), second)
+
+    x, first, _, second = args()
+    assert taken(f, x, first, second) == 1
+
+
+def test_numbers_that_are_drawn_are_no_constants():
+    def f(x, first, second):
+        return F.linear(F.dropout(F.linear(x, first), 0.5), second)
+
+    x, first, _, second = args()
+    assert taken(f, x, first, second) == 0
+
+
 def test_gemms_that_are_scaled_afterwards_and_those_that_scale():
     """The scales of a gemm that does not apply them are numbers a row, but of no row at hand."""
     x, first, _, second = args(32, 48, 48)  # as many columns as rows would hide the one in the other
