@@ -50,6 +50,7 @@ PASSES = (
     "materialize",
     "tags",
     "one_read",
+    "amax_both",
 )
 CASE = ("part", "nodes", "recipe", "select")
 

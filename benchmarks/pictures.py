@@ -25,6 +25,7 @@ PASS_COLOURS = (
     "#a9a9a9",
     "#8a8a8a",
     "#333333",
+    "#5a6b2f",
 )
 LABELS = {"f8fx": "f8fx, all", "f8fx_auto": "f8fx, auto"}
 

@@ -15,6 +15,7 @@ Tensors in memory are :mod:`passes.one_read`'s, which runs before.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import cast
@@ -48,11 +49,11 @@ class AmaxBoth:
     def __call__(self, graph: fx.Graph) -> None:
         casts = graph.find_nodes(op="call_function", target=ops.quantize_both)
         found = [match for node in casts if (match := self._match(node)) is not None]
+        others = _columns_only(graph, {match.columns for match in found}) if found else {}
         backward = backward_nodes(graph) if found else set()
-        own = {match.columns for match in found}
         for match in found:
             if match.rows in backward:
-                match.others = [amax for amax in _others(graph, match, backward) if amax not in own]
+                match.others = _others(match, others, backward)
             _join(graph, match)
 
     def _match(self, both: fx.Node) -> _Match | None:
@@ -142,23 +143,47 @@ def _inputs(source: fx.Node) -> set[Hashable] | None:
     return found
 
 
-def _others(graph: fx.Graph, match: _Match, backward: set[fx.Node]) -> list[fx.Node]:
-    """Amaxes of columns that can be taken along: nothing but the backward reads them."""
-    others = []
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    place = order[min(match.rows, match.columns)]
+@dataclass(frozen=True)
+class _Columns:
+    """The amax of the columns of a computed tensor, and what that is computed from."""
+
+    amax: fx.Node
+    inputs: set[Hashable]
+
+    @property
+    def source(self) -> fx.Node:
+        return cast("fx.Node", self.amax.args[0])
+
+
+def _columns_only(graph: fx.Graph, own: set[fx.Node]) -> dict[Hashable, list[_Columns]]:
+    """Amaxes of columns of computed tensors, but for a gradient's own, each under one of its inputs."""
+    found: dict[Hashable, list[_Columns]] = defaultdict(list)
     for amax in graph.find_nodes(op="call_function", target=ops.amax):
         source = cast("fx.Node", amax.args[0])
-        if amax.args[1:] != (0,) or "recompute" in amax.meta:
+        if amax in own or amax.args[1:] != (0,) or "recompute" in amax.meta or is_in_memory(source):
             continue
-        if shape_of(source) != match.shape or is_in_memory(source):
+        inputs = _inputs(source)
+        if inputs:
+            found[min(inputs, key=str)].append(_Columns(amax, inputs))
+    return found
+
+
+def _others(
+    match: _Match, candidates: dict[Hashable, list[_Columns]], backward: set[fx.Node]
+) -> list[fx.Node]:
+    """Amaxes of columns that can be taken along: nothing but the backward reads them."""
+    place = min(match.rows, match.columns)
+    taken = []
+    for candidate in [found for key in match.inputs for found in candidates.get(key, ())]:
+        if shape_of(candidate.source) != match.shape or not candidate.inputs <= match.inputs:
             continue
         # what stands before the kernel and reads this amax moves behind it
-        needed = match.source in _readers(amax, order, place)
-        inputs = None if needed or not ends_in(amax, backward) else _inputs(source)
-        if inputs is not None and inputs <= match.inputs:
-            others.append(amax)
-    return others
+        needed = match.source in _readers(candidate.amax, place)
+        if candidate.source < place and not needed and ends_in(candidate.amax, backward):
+            taken.append(candidate)
+    for candidate in taken:
+        candidates[min(candidate.inputs, key=str)].remove(candidate)
+    return sorted(candidate.amax for candidate in taken)
 
 
 def _join(graph: fx.Graph, match: _Match) -> None:
@@ -172,23 +197,20 @@ def _join(graph: fx.Graph, match: _Match) -> None:
         for index, old in enumerate(olds):
             news.append(graph.call_function(operator.getitem, (both, index)))
             news[-1].meta.update({**old.meta, "f8fx": match.rows.meta["f8fx"]})
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    early = sorted(
-        (node for old in match.others for node in _readers(old, order, order[both])), key=order.__getitem__
-    )
-    for node in reversed(dict.fromkeys(early)):
+    early = {node for old in match.others for node in _readers(old, both)}
+    for node in sorted(early, reverse=True):
         news[-1].append(node)
     for old, new in zip(olds, news, strict=True):
         old.replace_all_uses_with(new)
         graph.erase_node(old)
 
 
-def _readers(node: fx.Node, order: dict[fx.Node, int], before: int) -> set[fx.Node]:
+def _readers(node: fx.Node, place: fx.Node) -> set[fx.Node]:
     """All that depends on a node and stands before a place."""
     todo, seen = [node], set[fx.Node]()
     while todo:
         for user in todo.pop().users:
-            if user not in seen and order[user] < before:
+            if user not in seen and user < place:
                 seen.add(user)
                 todo.append(user)
     return seen

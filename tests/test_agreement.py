@@ -15,7 +15,8 @@ from f8fx.report import Traffic
 
 BEFORE = ("all_gather_into_tensor bf16[96,64]",)
 MOVED = ("all_reduce i32[]", "all_gather_into_tensor e4m3[96,64]")
-SHORT = timedelta(seconds=1)
+#: Of a wait that ends in vain, and of one that does not.
+SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
 
 
 @pytest.fixture(params=["hash", "file"])
@@ -49,7 +50,7 @@ def sending(*sends, before=BEFORE, timeout=SHORT, of=(0, 1, 2)):
 
 
 def test_ranks_that_agree_go_on(ranks):
-    assert ranks(*[sending(*MOVED)] * 3) == [None] * 3
+    assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
 
 
 def test_one_rank_that_disagrees_is_an_error_on_all(ranks):
@@ -65,18 +66,18 @@ def test_one_rank_that_disagrees_is_an_error_on_all(ranks):
 
 def test_a_later_graph_with_the_same_gathers_may_be_decided_anew(ranks):
     """Another recipe: what was agreed on before is no disagreement."""
-    assert ranks(*[sending(*MOVED)] * 3) == [None] * 3
-    assert ranks(*[sending(*BEFORE)] * 3) == [None] * 3
+    assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
+    assert ranks(*[sending(*BEFORE, timeout=LONG)] * 3) == [None] * 3
 
 
 def test_a_disagreement_in_a_later_compile_is_an_error_on_all(ranks):
-    assert ranks(*[sending(*BEFORE)] * 3) == [None] * 3
+    assert ranks(*[sending(*BEFORE, timeout=LONG)] * 3) == [None] * 3
     found = ranks(sending(*MOVED), sending(*BEFORE), sending(*BEFORE))
     assert [type(error) for error in found] == [RankDisagreement] * 3
 
 
 def test_a_rank_that_compiles_again_alone_goes_on(ranks):
-    assert ranks(*[sending(*MOVED)] * 3) == [None] * 3
+    assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
     assert ranks(sending(*MOVED)) == [None]
     # and is not one ahead of the others from then on
     found = ranks(sending(*BEFORE), sending(*BEFORE), sending(*MOVED))
@@ -93,6 +94,6 @@ def test_a_rank_that_never_comes_is_an_error_not_a_hang(ranks):
 
 def test_groups_do_not_wait_for_each_other(ranks):
     """Two pipeline stages of one rank and two: different graphs."""
-    pair = sending(*MOVED, of=(0, 1))
+    pair = sending(*MOVED, timeout=LONG, of=(0, 1))
     assert ranks(pair, pair) == [None] * 2
     assert ranks(None, None, sending(*BEFORE, of=(2,))) == [None]

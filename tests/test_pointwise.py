@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
 
 from f8fx import kernel_lowerings
 from f8fx.kernels import computed_amaxes
 from f8fx.torch_private import Expressions, expressions
+from f8fx.torch_private.pointwise import _Writer
+from tests.helpers import bf16
 from tests.kernels.test_compile import TARGETS, Case, check_occupancy
-from tests.test_codegen import generated
+from tests.test_codegen import codegen, generated, lowered
 
 pytest.importorskip("triton")
 
@@ -101,7 +105,9 @@ def form_of(x: Any) -> tuple[Any, ...]:
     return (*map(int, x.get_size()), x.get_dtype() == torch.bool)
 
 
-def written_for(module: type[Activated], function: Callable[[Tensor], Tensor]) -> tuple[list[Any], str]:
+def written_for(
+    module: type[Activated], function: Callable[[Tensor], Tensor], shape: tuple[int, ...] = (ROWS, WIDTH)
+) -> tuple[list[Any], str]:
     """What is written for the gradient of the function, and the backward's code."""
     found = []
 
@@ -113,7 +119,7 @@ def written_for(module: type[Activated], function: Callable[[Tensor], Tensor]) -
 
     kind = type(module.__name__, (module,), {"function": staticmethod(function)})
     with mock.patch.object(kernel_lowerings, "expressions", recorded):
-        _, backward = generated(kind, (ROWS, WIDTH), recipe="rowwise")
+        _, backward = generated(kind, shape, recipe="rowwise")
     return found, backward.code
 
 
@@ -127,6 +133,9 @@ FUNCTIONS = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "softcap": lambda x: 30.0 * torch.tanh(x / 30.0),
+    "hard swish": F.hardswish,
+    "mish": F.mish,
+    "clamped": lambda x: torch.clamp(x, -0.5, 0.5),
 }
 
 
@@ -173,5 +182,69 @@ def gate_code() -> str:
 
 def test_there_are_no_words_for_everything():
     """Then the amaxes are Inductor's."""
-    found, code = written_for(Activated, lambda x: torch.special.bessel_j0(x) * F.silu(x))
-    assert found in ([], [None]) and "computed_amaxes" not in code
+    found, code = written_for(Activated, torch.atan)
+    assert found == [None] and "computed_amaxes" not in code
+
+
+class Kept(nn.Module):
+    """What the gate gives is added to what the layer makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.out = (nn.Linear(COLUMNS, COLUMNS, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        h = F.silu(self.gate(x)) * self.up(x)
+        return self.out(h) + h
+
+
+class Repeated(nn.Module):
+    """Layers between which the sums of all before them go."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(COLUMNS, COLUMNS, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(F.silu(x))
+        return x
+
+
+@pytest.mark.parametrize("module", [Kept, Repeated])
+def test_inputs_that_inductor_writes_to_buffers(module):
+    """Their strides are settled before they are written into the kernel."""
+    _, backward = generated(module, (ROWS, COLUMNS), recipe="rowwise")
+    assert re.search(r"computed_amaxes_kernel_\d+\.run\(", backward.code)
+
+
+@pytest.mark.parametrize("module", [Activated, Gated])
+def test_batches_of_sequences(module):
+    """[batch, sequence, width] is [tokens, width] in memory."""
+    found, code = written_for(module, F.silu, (2, ROWS // 2, WIDTH))
+    assert found != [None] and re.search(r"computed_amaxes_kernel_\d+\.run\(", code)
+    ((flat, _),), _ = written_for(module, F.silu)
+    assert found[0][0].lines == flat.lines
+
+
+def test_a_number_in_the_memory_of_the_cpu_is_no_input():
+    class Scaled(Activated):
+        function = staticmethod(F.silu)
+
+        def forward(self, x, number):
+            return self.down(self.function(self.gate(x)) * number)
+
+    with torch.device("meta"):
+        model, x = Scaled().to(bf16), torch.empty(ROWS, WIDTH, dtype=bf16, requires_grad=True)
+    graphs, _ = codegen.halves(model, x, torch.tensor(2.0), recipe="rowwise")
+    _, backward = lowered(graphs)
+    assert "_scaled_mm(" in backward.code
+
+
+def test_columns_far_apart_are_counted_in_64_bits():
+    """Of a transposed input a column is a row of memory: two billion elements are 32 bits' worth."""
+    writer = _Writer((1 << 14, 1 << 18), torch.device("cpu"))
+    m, n = writer.ranges
+    with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
+        assert writer._index(m + n * (1 << 14)) == "1*m + 16384*n.to(tl.int64) + 0"
+        assert writer._index(m * (1 << 18) + n + 5) == "262144*m + 1*n + 5"

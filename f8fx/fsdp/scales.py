@@ -12,14 +12,14 @@ NaN wins, as it does on one device.
 * when FSDP2 gathers outside of a forward and a backward (``model.unshard()``, a call of a submodule).
 
 By default (``"step"``) they are taken there if a weight can have changed since the last time: an optimizer
-has stepped (a hook of all optimizers counts; fused and compiled ones leave no other trace), a state dict was
+that holds one has stepped (a hook of all optimizers tells; fused and compiled ones leave no other trace), a state dict was
 loaded, or a version counter has moved: the shard's own, that of the parameter around it, which
 compiled functions advance, or the count of operators that wrote to it, which ``.data`` cannot hide. With
 gradient accumulation or an evaluation in between that is one reduction for several forwards. No rank asks
 another whether to reduce: that would be a collective as small as the reduction, and one whose answer the host has
-to wait for. So ranks must make the same changes, as training loops do. One that changes its shard alone hangs
-until the process group's timeout. A write that leaves no trace at all (through ``.data`` of a tensor out of
-``state_dict()``, by a kernel that was handed its address) leaves the scale as it was.
+to wait for. So ranks must make the same changes, as training loops do: one that changes its shard alone enters a
+collective that the others do not. A write that leaves no trace at all (through ``.data`` of a tensor out of
+``state_dict()``, by a replayed CUDA graph or a kernel that was handed an address) leaves the scale as it was.
 
 ``"forward"`` infers nothing and takes them at every such point, at the cost of one read of the local shards
 and one small all-reduce a forward: right whoever changed weights, in whichever way, on however few ranks.
@@ -54,7 +54,7 @@ from f8fx.torch_private import (
 )
 
 from .formats import Format, Layout
-from .steps import optimizer_steps
+from .steps import watch_optimizers
 
 if TYPE_CHECKING:
     from .shard import Float8Shard
@@ -123,7 +123,7 @@ class WeightScales:
 
     def changed(self) -> bool:
         """Whether the weight may have changed since its amaxes were taken, as far as can be seen."""
-        own = self.shard()
+        own = None if self.version is None else self.shard()
         return own is not None and self.version != self.version_now(own)
 
     def shard_mesh(self) -> DeviceMesh | None:
@@ -213,9 +213,11 @@ class Scales:
         self.lost: set[WeightScales] = set()
         self.depth = 0  # of forwards of the model that are running
         self.fresh = False  # taken for gathers outside a forward that have not arrived yet
-        self.steps: int | None = None  # that optimizers had made when they were last taken
+        self.outdated = (
+            True  # an optimizer has stepped, or a state dict was loaded, since they were last taken
+        )
         if mode == "step":
-            optimizer_steps()  # counts from now on
+            watch_optimizers()
 
     # -- events
 
@@ -231,11 +233,16 @@ class Scales:
         """Whether amaxes are to be taken where that is possible."""
         if self.mode != "step":
             return self.mode == "forward"
-        return self.steps != optimizer_steps() or any(weight.changed() for weight in self.weights)
+        return self.outdated or any(weight.changed() for weight in self.weights)
 
     def loaded(self) -> None:
         """A state dict was loaded."""
-        self.steps = None
+        self.outdated = True
+
+    def stepped(self) -> None:
+        """An optimizer that holds some of the weights begins or ends a step."""
+        self.outdated = True
+        self.depth = 0  # no forward is running, though Ctrl-C may have ended one without its hooks
 
     def end_forward(self) -> None:
         """The model's forward has ended, also by an exception."""
@@ -289,7 +296,7 @@ class Scales:
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes the amaxes of all weights: one all-reduce for each mesh that weights are sharded over."""
-        self.steps = optimizer_steps() if self.mode == "step" else None
+        self.outdated = False
         jobs = []
         for weight in self.weights:
             shard = weight.shard()

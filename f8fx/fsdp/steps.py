@@ -1,28 +1,34 @@
-"""How many optimizer steps this process has made, by whichever optimizer."""
+"""Tells, of every optimizer's step, the models whose weights the optimizer holds."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from f8fx.torch_private import local_tensor
 
 
-class _Steps:
-    """The count, and the hook of all optimizers that keeps it; hung in when it is first asked for."""
+@cache
+def watch_optimizers() -> None:
+    """Hangs a hook into all optimizers, once.
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.handle: Any = None
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.count += 1
-
-
-_STEPS = _Steps()
+    It runs before a step, which may fail halfway, and after it, since a step may run forwards (``closure``) before it
+    changes weights. Compiled steps run it, too.
+    """
+    register_optimizer_step_pre_hook(_stepped)
+    register_optimizer_step_post_hook(_stepped)
 
 
-def optimizer_steps() -> int:
-    """Calls of ``Optimizer.step`` that ended, since this function was first called."""
-    if _STEPS.handle is None:
-        _STEPS.handle = register_optimizer_step_post_hook(_STEPS)
-    return _STEPS.count
+def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    from .shard import Float8Shard
+
+    locals_ = (
+        local_tensor(param) if isinstance(param, DTensor) else param
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
+    for manager in {local.weight.manager for local in locals_ if isinstance(local, Float8Shard)}:
+        manager.stepped()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import sympy
@@ -271,7 +271,7 @@ class Lowering:
         return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
 
 
-@cache
+@lru_cache(maxsize=256)
 def _with_warps(kernel: Any, warps: tuple[int, ...]) -> Any:
     """A Triton kernel as ``triton.autotune`` would give it."""
     from triton import Config, autotune

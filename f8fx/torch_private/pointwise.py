@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from .patch import patched_attribute
+
 #: Operators of ``ops_handler`` on float32 and conditions, as Inductor's own Triton code has them.
 _EXPRESSIONS = {
     "abs": "tl_math.abs({0})",
@@ -20,6 +22,7 @@ _EXPRESSIONS = {
     "gt": "({0} > {1})",
     "le": "({0} <= {1})",
     "log": "tl_math.log({0})",
+    "log1p": "libdevice.log1p({0})",
     "logical_and": "({0} & {1})",
     "logical_not": "({0} == 0)",
     "logical_or": "({0} | {1})",
@@ -28,7 +31,9 @@ _EXPRESSIONS = {
     "ne": "({0} != {1})",
     "neg": "(-{0})",
     "or_": "({0} | {1})",
-    # NaN goes through a comparison as it does through Inductor's maximum
+    # NaN goes through, as it does through Inductor's
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+    "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
     "relu": "tl.where({0} < 0, 0.0, {0})",
     "reciprocal": "(1.0 / {0})",
     "rsqrt": "libdevice.rsqrt({0})",
@@ -62,38 +67,52 @@ class _Unsupported(Exception):
 
 
 def expressions(values: Sequence[Any]) -> Expressions | None:
-    """The 2-D values as expressions of what is in memory; ``None`` where there are no words for it.
+    """The 2-D values, of one shape, as expressions of what is in memory; ``None`` where there are no words for it.
 
     ``OpsHandler`` and ``V.set_ops_handler`` (``torch._inductor.ops_handler``, ``virtualized``); arithmetic is in float32,
-    as in Inductor's Triton code.
+    as in Inductor's Triton code. Inputs whose strides Inductor has not settled get those they have now
+    (``FlexibleLayout.allow_indexing``, ``freeze_layout``).
     """
+    from torch._inductor.ir import FlexibleLayout
+
+    try:
+        with patched_attribute(FlexibleLayout, "allow_indexing", True):
+            inputs = _written(values).inputs
+        for name in inputs:
+            _in_memory(name).freeze_layout()
+        written = _written(values)
+    except _Unsupported:
+        return None
+    return Expressions(tuple(map(_in_memory, written.inputs)), tuple(written.lines), tuple(written.results))
+
+
+def _written(values: Sequence[Any]) -> _Writer:
     from torch._inductor.ops_handler import DefaultHandler
     from torch._inductor.virtualized import V
 
-    writer = _Writer()
+    writer = _Writer(values[0].get_size(), values[0].get_device())
 
     class Handler(DefaultHandler):
         def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return writer(name, *args, **kwargs)
 
-    m, n = sympy.symbols("m n", integer=True, nonnegative=True)
-    writer.symbols = m, n
-    try:
-        with V.set_ops_handler(Handler()):  # type: ignore[arg-type]
-            results = [writer.full(str(value.make_loader()([m, n]))) for value in values]
-    except _Unsupported:
-        return None
-    return Expressions(tuple(map(_in_memory, writer.inputs)), tuple(writer.lines), tuple(results))
+    with V.set_ops_handler(Handler()):  # type: ignore[arg-type]
+        for value in values:
+            writer.finish(str(value.make_loader()([*writer.ranges])))
+    return writer
 
 
 class _Writer:
     """Writes one statement for each operator that is called on it, none twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[Any], device: torch.device) -> None:
         self.inputs: dict[str, int] = {}
         self.lines: list[str] = []
+        self.results: list[str] = []
         self.names: dict[str, str] = {}
-        self.symbols: tuple[sympy.Symbol, sympy.Symbol]
+        self.device = device
+        symbols = sympy.symbols("m n", integer=True, nonnegative=True)
+        self.ranges = dict(zip(symbols, sizes, strict=True))
 
     def __call__(self, op: str, *args: Any, **kwargs: Any) -> str:
         if op == "load":
@@ -106,11 +125,11 @@ class _Writer:
             raise _Unsupported(op)
         return self._named(_EXPRESSIONS[op].format(*args))
 
-    def full(self, name: str) -> str:
-        """The value as float32 in the tile's full shape."""
+    def finish(self, name: str) -> None:
+        """Takes a value for a result: as float32, in the tile's full shape."""
         if name not in self.names.values():
             raise _Unsupported("a constant")
-        return self._named(f"tl.broadcast_to(({name}).to(tl.float32), [STEP, BLOCK])")
+        self.results.append(self._named(f"tl.broadcast_to(({name}).to(tl.float32), [STEP, BLOCK])"))
 
     def _named(self, expression: str) -> str:
         if expression not in self.names:
@@ -122,7 +141,8 @@ class _Writer:
         from torch._inductor.virtualized import V
 
         dtype = V.graph.get_dtype(name)
-        if dtype not in _FLOATS and dtype != torch.bool:
+        # a number in the CPU's memory is given to kernels as a number
+        if (dtype not in _FLOATS and dtype != torch.bool) or _in_memory(name).get_device() != self.device:
             raise _Unsupported(name)
         place = self.inputs.setdefault(name, len(self.inputs))
         address = f"tl.broadcast_to(in{place} + ({self._index(index)}), [STEP, BLOCK])"
@@ -131,12 +151,18 @@ class _Writer:
 
     def _index(self, index: Any) -> str:
         """An index that is linear in row and column, as text."""
-        index = sympy.expand(index)
-        rows, columns = (index.coeff(symbol) for symbol in self.symbols)
-        start = sympy.expand(index - rows * self.symbols[0] - columns * self.symbols[1])
+        from torch._inductor.virtualized import V
+
+        # [batch, sequence, width] seen as [tokens, width] is linear, too
+        index = sympy.expand(V.graph.sizevars.simplify_with_ranges(index, self.ranges))
+        m, n = self.ranges
+        rows, columns = index.coeff(m), index.coeff(n)
+        start = sympy.expand(index - rows * m - columns * n)
         if not all(isinstance(part, sympy.Integer) for part in (rows, columns, start)):
             raise _Unsupported(str(index))
-        return f"{rows}*m + {columns}*n + {start}"
+        # ``m`` has 64 bits; side by side, columns need no more than 32
+        column = "n" if columns in (0, 1) else "n.to(tl.int64)"
+        return f"{rows}*m + {columns}*{column} + {start}"
 
     def _constant(self, value: Any, dtype: torch.dtype) -> str:
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -354,6 +354,73 @@ def one_reduction_a_step():
     assert_same(*results)
 
 
+def other_optimizers_are_no_matter():
+    """One that holds none of the weights steps on one rank alone: no rank reduces for it."""
+    model = Setup("tensorwise", world_mesh(), True).build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = torch.nn.Parameter(torch.ones(2))
+    counts = []
+    for step in range(3):
+        with collectives() as sent:
+            loss_of(model(batch(step))).backward()
+            if dist.get_rank() == 0:
+                probe.grad = torch.ones(2)
+                torch.optim.SGD([probe], lr=0.1).step()
+            loss_of(model(batch(step))).backward()
+        optimizer.step()
+        counts.append(sum(c.op == "all_reduce" for c in sent))
+    assert counts == [1, 1, 1], counts
+
+
+def steps_that_fail_and_steps_that_run_forwards():
+    """Half a step changes weights, and one with a closure changes them after its forwards, too."""
+    outputs = []
+    for float8 in (False, True):
+        model = Setup("tensorwise", world_mesh(), float8).build()
+
+        def closure(model=model):
+            model.zero_grad()
+            loss = loss_of(model(batch(0)))
+            loss.backward()
+            return loss
+
+        torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3).step(closure)
+        seen = {"closure": model(batch(1)).detach()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+        def half(*_, model=model, optimizer=optimizer):
+            type(optimizer).step.__wrapped__(optimizer)
+            raise RuntimeError("out of memory")
+
+        closure()
+        with mock.patch.object(optimizer, "step", torch.optim.Optimizer.profile_hook_step(half)):
+            try:
+                optimizer.step(optimizer)
+            except RuntimeError:
+                seen["half a step"] = model(batch(1)).detach()
+        outputs.append(seen)
+    assert set(outputs[0]) == {"closure", "half a step"}
+    assert_same(*outputs)
+
+
+def interrupted_forwards():
+    """Ctrl-C ends a forward without its hooks; the next step and forward are as ever."""
+    model = Setup("tensorwise", world_mesh(), True).build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model(batch(0))).backward()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.head.register_forward_pre_hook(interrupt)
+    try:
+        model(batch(1))
+    except KeyboardInterrupt:
+        handle.remove()
+    optimizer.step()
+    loss_of(model(batch(1))).backward()
+
+
 def _raises(text, call):
     try:
         call()
@@ -405,6 +472,9 @@ def test_two_ranks():
             changed_within_a_forward,
             manual_scales,
             one_reduction_a_step,
+            other_optimizers_are_no_matter,
+            steps_that_fail_and_steps_that_run_forwards,
+            interrupted_forwards,
             ranks_that_differ_all_raise,
             optimizers_and_copies_are_plain,
         ],

@@ -43,7 +43,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.floa
 HIGH = (torch.bfloat16, torch.float16, torch.float32)
 ALIGN = ([1, 1], [16, 1], [1, 16], [16, 16])
 SMALL = launch.Tile(16, 32, 4)
-sweep = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+sweep = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def in_interpreter(test):
@@ -202,7 +202,7 @@ def test_cast_transpose(shape, high, seed, special, layout, fp8, dim, dim_t, ali
 
 
 @in_interpreter
-@settings(sweep, max_examples=100)
+@settings(sweep, max_examples=60)
 @given(**sources, fp8=float8, dim=dims, align=st.sampled_from(ALIGN), transposed=st.booleans())
 def test_one_copy(shape, high, seed, special, layout, fp8, dim, align, transposed):
     x = source(shape, high, seed, special, layout)
@@ -213,7 +213,7 @@ def test_one_copy(shape, high, seed, special, layout, fp8, dim, align, transpose
 
 
 @in_interpreter
-@settings(sweep, max_examples=150)
+@settings(sweep, max_examples=80)
 @given(
     **sources,
     fp8=float8,
@@ -231,7 +231,7 @@ def test_row_cast(shape, high, seed, special, layout, fp8, power_of_2, align, bl
 
 
 @in_interpreter
-@settings(sweep, max_examples=100)
+@settings(sweep, max_examples=60)
 @given(**sources, fp8=float8, power_of_2=st.booleans())
 def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2):
     x = source(shape, high, seed, special, layout)
@@ -240,7 +240,7 @@ def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2):
 
 
 @in_interpreter
-@settings(sweep, max_examples=150)
+@settings(sweep, max_examples=80)
 @given(
     **sources,
     fp8=float8,
@@ -262,7 +262,7 @@ def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, s
 
 
 @in_interpreter
-@settings(sweep, max_examples=100)
+@settings(sweep, max_examples=60)
 @given(
     shape=shapes.filter(all),
     high=st.sampled_from(HIGH),

@@ -148,7 +148,7 @@ def test_a_gradient_in_memory():
 
 
 def test_checkpointed_regions():
-    """The amaxes of what the function gave are taken once, in the backward: nothing is saved for them."""
+    """The amaxes of what the function gave are taken once, in the backward."""
 
     def f(x, first, second):
         return checkpoint(lambda x: activated(x, first, None, second), x, use_reentrant=False)
@@ -182,14 +182,28 @@ def test_column_amaxes_that_the_forward_needs_stay_there():
 
 
 def test_what_the_gradient_depends_on_is_not_taken_along():
-    """The scales of ``h`` by columns go into the very gradient: they cannot come with its amaxes."""
+    """Two functions of one tensor are multiplied: the scales of each by columns go into the other's gradient."""
 
     def f(x, first):
-        h = F.silu(F.linear(x, first))
-        return F.linear(h.t(), h.t())
+        y = F.linear(x, first)
+        return F.linear(F.silu(y), torch.tanh(y))
 
-    x, first = randn(32, 32), randn(32, 32, seed=1)
+    x, first, _, _ = args()
+    (found,) = [line for line in lines(f, x, first, scales="in_gemm") if "amax_both" in line]
+    assert found.endswith(", [])")
     same_with_and_without(f, x, first)
+
+
+def test_what_is_computed_later_is_not_taken_along():
+    """The other gate's input is trained, this one's is not: its gradient, cast by columns only, comes after the amaxes."""
+
+    def f(x, z, gate, up, down):
+        return F.linear(F.silu(F.linear(x, gate)) * F.silu(F.linear(z, up)), down)
+
+    z, gate, up, down = args()
+    x = randn(32, 32, grad=False, seed=7)
+    assert taken(f, x, z, gate, up, down) == 1
+    same_with_and_without(f, x, z, gate, up, down)
 
 
 def test_gradients_of_the_same_inputs():
@@ -219,10 +233,10 @@ def same_with_and_without(fn, *inputs, **options):
     for kernels in ("auto", "inductor"):
         parsed = f8fx.Options.parse({"select": "all", "recipe": "rowwise", "kernels": kernels, **options})
         pipeline = parsed.pipeline(debug=True, kernels=lambda device, used=kernels: used == "auto")
-        tensors = [x.detach().clone().requires_grad_() for x in inputs]
+        tensors = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         ys = run_with(pipeline, fn, *tensors)
         ys = ys if isinstance(ys, tuple) else (ys,)
         sum((y * randn(*y.shape, grad=False, seed=5)).sum() for y in ys).backward()
-        results.append([*(y.detach() for y in ys), *(x.grad for x in tensors)])
+        results.append([*(y.detach() for y in ys), *(x.grad for x in tensors if x.requires_grad)])
     for own, other in zip(*results, strict=True):
         assert torch.equal(own, other)
