@@ -79,20 +79,26 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("inductor")
 
 
-def test_a_second_process_hits_and_still_knows_the_decisions(cache):
-    cold, warm = child(cache), child(cache)
+@pytest.fixture(scope="module")
+def cold(cache):
+    """What the first process found, which fills the cache."""
+    return child(cache)
+
+
+def test_a_second_process_hits_and_still_knows_the_decisions(cache, cold):
+    warm = child(cache)
     assert (cold["passes"], cold["aot_hits"]) == (1, 0)
     assert (warm["passes"], warm["aot_hits"]) == (0, 1)
     assert warm["lines"] == [cold["lines"][0] + " [cached]"]
     assert (warm["sum"], warm["grad"]) == (cold["sum"], cold["grad"])
 
 
-def test_other_options_never_get_that_graph(cache):
-    reference = child(cache)
+def test_other_options_never_get_that_graph(cache, cold):
     for options in ({"recipe": "rowwise"}, {"filter_fqns": ["layer"]}, {"pad": "never"}):
         other = child(cache, **options)
         assert other["passes"] == 1 and other["aot_hits"] == 0, options
-    assert child(cache, recipe="rowwise")["sum"] != reference["sum"]
+        if "recipe" in options:
+            assert other["sum"] != cold["sum"]
 
 
 def test_names_are_part_of_the_key_where_a_filter_reads_them(cache):
