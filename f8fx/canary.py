@@ -15,7 +15,7 @@ next safer form, until one passes:
  ``cast``       row-major float8 copies                               ``definition``
  ``transpose``  transposed copies, and both copies at once            ``realized``, ``definition``
  ``reduction``  amaxes over the tensor, rows, columns, with casts     ``separate``, ``definition``
- ``one read``   :mod:`kernels.row_cast_columns`, ``computed_amaxes``     ``composed``
+ ``one read``   :mod:`kernels.row_cast_columns`, ``computed_amaxes``  ``composed``
 =============  ====================================================  ==========================================
 
 ``realized`` writes the source to memory in a kernel of its own, so that what computes it does not stand in one

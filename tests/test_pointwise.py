@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,10 +20,9 @@ from torch._inductor.virtualized import V
 from f8fx import kernel_lowerings
 from f8fx.kernels import computed_amaxes
 from f8fx.torch_private import Expressions, expressions
-from f8fx.torch_private.pointwise import _Writer
-from tests.helpers import bf16
+from f8fx.torch_private.pointwise import _Unsupported, _Writer
 from tests.kernels.test_compile import TARGETS, Case, check_occupancy
-from tests.test_codegen import codegen, generated, lowered
+from tests.test_codegen import generated
 
 pytest.importorskip("triton")
 
@@ -228,17 +228,15 @@ def test_batches_of_sequences(module):
 
 
 def test_a_number_in_the_memory_of_the_cpu_is_no_input():
-    class Scaled(Activated):
-        function = staticmethod(F.silu)
-
-        def forward(self, x, number):
-            return self.down(self.function(self.gate(x)) * number)
-
-    with torch.device("meta"):
-        model, x = Scaled().to(bf16), torch.empty(ROWS, WIDTH, dtype=bf16, requires_grad=True)
-    graphs, _ = codegen.halves(model, x, torch.tensor(2.0), recipe="rowwise")
-    _, backward = lowered(graphs)
-    assert "_scaled_mm(" in backward.code
+    """Kernels are given its value, which is no address."""
+    number = types.SimpleNamespace(get_device=lambda: torch.device("cpu"))
+    graph = types.SimpleNamespace(
+        get_dtype=lambda name: torch.float32, graph_inputs={"number": number}, sizevars=SizeVarAllocator()
+    )
+    with V.set_graph_handler(graph):
+        assert _Writer((4, 4), torch.device("cpu"))._load("number", sympy.Integer(0))
+        with pytest.raises(_Unsupported):
+            _Writer((4, 4), torch.device("cuda", 0))._load("number", sympy.Integer(0))
 
 
 def test_columns_far_apart_are_counted_in_64_bits():
