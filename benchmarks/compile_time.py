@@ -43,6 +43,7 @@ PASSES = (
     "find",
     "select",
     "merge",
+    "concatenations",
     "quantize",
     "share",
     "collectives",

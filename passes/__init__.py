@@ -6,6 +6,7 @@
    1     find        every matmul, its role, name, sizes and operands            (only looks)
    2     select      convert or skip, with the reason                            (only looks)
    3     merge       matmuls that read one input become one
+  3a     concatenations tensors put together for float8 matmuls alone are never written
    4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
    4b    reuse       casts of weights that were made before, where the caller offers them
    5     share       one amax, scale and cast for each tensor and granularity
@@ -41,6 +42,7 @@ from .amaxes import Amaxes
 from .check import check, signature
 from .choice import Convert, Skip, decision
 from .collectives import Collectives, Wire
+from .concatenations import Concatenations
 from .describe import describe
 from .find import Find, backward_nodes
 from .materialize import Materialize
@@ -56,6 +58,7 @@ __all__ = [
     "AmaxBoth",
     "Amaxes",
     "Collectives",
+    "Concatenations",
     "FilterError",
     "Find",
     "Materialize",
@@ -117,6 +120,7 @@ class Pipeline:
         scales = rowwise_scales or best_rowwise_scales
         self.select = Select(recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm")
         self.merge = Merge(merge, self.select.model_of)
+        self.concatenations = Concatenations()
         self.quantize = Quantize(recipe, scales)
         self.reuse = Reuse(weights) if weights is not None else None
         self.share = Share(weights_at_once)
@@ -151,7 +155,8 @@ class Pipeline:
         if any(isinstance(choice, Convert) for choice in choices):
             merged = run("merge", self.merge, graph, choices)
             choices, report.merges = merged.choices, merged.decisions
-            run("quantize", self.quantize, graph, merged.conversions)
+            conversions = run("concatenations", self.concatenations, graph, merged.conversions)
+            run("quantize", self.quantize, graph, conversions)
             if self.reuse is not None:
                 run("reuse", self.reuse, graph)
                 report.reused_weights = len(self.reuse.taken)

@@ -26,7 +26,8 @@ from torch import fx
 from f8fx import ops
 
 from .find import backward_nodes
-from .one_read import ends_in, is_in_memory
+from .in_memory import is_in_memory, part_in_memory
+from .one_read import ends_in
 from .operand import CASTS, SAME_ORDER, base_of, readers, shape_of
 
 aten = torch.ops.aten
@@ -134,8 +135,8 @@ def _inputs(source: fx.Node) -> set[Hashable] | None:
             continue
         if is_in_memory(node):
             found.add(base_of(node))
-        elif node.target is aten.slice.Tensor and is_in_memory(cast("fx.Node", node.args[0])):
-            found.add((base_of(cast("fx.Node", node.args[0])), *node.args[1:]))
+        elif (part := part_in_memory(node)) is not None:
+            found.add(part)
         elif node.target in SAME_ORDER | CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             todo.extend(node.all_input_nodes)
         else:

@@ -19,7 +19,7 @@ from f8fx.recipe import Role
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
-from .operand import CASTS, MOVEMENTS, SAME_ORDER, is_elementwise, shape_of
+from .operand import SAME_ORDER, is_elementwise, is_gathered, shape_of
 
 aten = torch.ops.aten
 
@@ -184,7 +184,7 @@ def _unfit(conversion: Convert) -> str:
         return "needs padding"
     if gemm.right.node.target in ops.MARKERS:
         return "the weight is float8 already"
-    return "the weight is gathered in the graph" if _is_gathered(gemm.right.node) else ""
+    return "the weight is gathered in the graph" if is_gathered(gemm.right.node) else ""
 
 
 def _alone(
@@ -215,13 +215,6 @@ def _why_alone(
     return (
         "one weight used twice" if conversion.gemm.right.node in weights else "a weight is computed too late"
     )
-
-
-def _is_gathered(node: fx.Node) -> bool:
-    """Whether a weight comes out of a collective; gathers in float8 (pass 6) save more than merging."""
-    while node.op == "call_function" and (node.target in MOVEMENTS or node.target in CASTS):
-        node = node.all_input_nodes[0]
-    return node.op == "call_function" and getattr(node.target, "namespace", "").startswith("_c10d_functional")
 
 
 def _distinct_weights(group: list[Convert], order: dict[fx.Node, int]) -> list[Convert]:

@@ -28,7 +28,7 @@ from f8fx.kernels import row_cast_columns
 
 from .choice import ALIGNMENT
 from .find import backward_nodes
-from .operand import base_of
+from .in_memory import is_in_memory
 from .share import IN_BACKWARD
 
 aten = torch.ops.aten
@@ -36,17 +36,6 @@ aten = torch.ops.aten
 #: Float8 bytes that one launch may write before their turn; what Inductor may (:mod:`f8fx.tuning`).
 AHEAD = 1 << 28
 
-#: Operators whose result is written to memory by a kernel that nothing is fused into.
-_WRITTEN = frozenset(
-    (
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten._scaled_mm.default,
-        ops.materialize,
-        torch.ops._c10d_functional.wait_tensor.default,
-    )
-)
 _PLAIN = [1, 1]
 
 
@@ -162,13 +151,6 @@ def _row_major(cast: fx.Node) -> fx.Node:
 def _parts(source: fx.Node) -> list[fx.Node]:
     """The tensors whose rows, one after the other, are those of ``source``."""
     return list(source.args[0]) if source.target is ops.concat and source.args[1] == 0 else [source]  # type: ignore[arg-type]
-
-
-def is_in_memory(node: fx.Node) -> bool:
-    """Whether a value, up to views, is an input of the graph or written by a kernel that nothing is fused into."""
-    base = base_of(node)
-    target = base.args[0].target if base.target is operator.getitem else base.target  # type: ignore[union-attr]
-    return base.op == "placeholder" or target in _WRITTEN or "scaled_dot_product" in str(target)
 
 
 def _launches(found: Sequence[_Match], order: dict[fx.Node, int]) -> list[list[_Match]]:

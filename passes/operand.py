@@ -176,3 +176,10 @@ def flat_base(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.target in SAME_ORDER:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def is_gathered(node: fx.Node) -> bool:
+    """Whether a value is what came out of a collective, moved or cast."""
+    while node.op == "call_function" and (node.target in MOVEMENTS or node.target in CASTS):
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and getattr(node.target, "namespace", "").startswith("_c10d_functional")

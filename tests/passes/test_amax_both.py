@@ -77,6 +77,19 @@ def test_activation_functions(function):
     same_with_and_without(f, x, first, second)
 
 
+def test_a_fused_gate():
+    """What is split from one layer's result is in memory, too."""
+
+    def f(x, gate_up, down):
+        gate, up = F.linear(x, gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, down)
+
+    inputs = randn(32, 32), randn(96, 32, seed=1), randn(32, 48, seed=3)
+    (_, both) = lines(f, *inputs)
+    assert both.startswith("amax_both: (f32[32], f32[96], f32[48]) = f8fx.amax_both(concat, [mul")
+    same_with_and_without(f, *inputs)
+
+
 def test_constants_of_any_size():
     """On GPUs SiLU's gradient is computed with a tensor of ones."""
 

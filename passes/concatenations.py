@@ -1,0 +1,109 @@
+"""Pass 3a, *concatenations*: a tensor that is put together for float8 matmuls alone is never written.
+
+A weight for several layers at once (``q, k, v = qkv(x).split(...)``, ``gate, up = gate_up(x).chunk(2, -1)``) has a
+gradient that is put together from its parts by ``cat``, in memory, for three reads: two casts and an amax. Here
+the matmuls read ``f8fx.concat`` of the parts instead, as those that `merge` has merged do: kernels that quantize
+the parts write into one buffer, and the amax rides where each part is made. The same holds for a layer that reads
+``cat([a, b], -1)``. Elements, and so bits, are those there were.
+
+It stays as it is where anything but a converted matmul reads the tensor, which is in memory then anyway (the
+gradient of a bias is such a reader), where parts are not of a size that casts can write side by side, where there
+are many (each is a kernel), and where the columns of all parts are in memory themselves: there it moves no fewer bytes.
+Parts that were gathered are left to `collectives`: gathers in float8 save more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from f8fx import ops
+
+from .choice import ALIGNMENT, Convert
+from .gemm import Operand
+from .in_memory import is_in_memory, part_in_memory
+from .operand import PERMUTES, SAME_ORDER, base_of, flat_base, is_gathered, is_same, readers, shape_of
+from .rewrite import Inserter, Provenance
+
+aten = torch.ops.aten
+
+_MOST_PARTS = 4
+
+
+class Concatenations:
+    """Lets float8 matmuls read the parts of a ``cat``, in place."""
+
+    def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> list[Convert]:
+        """The conversions, with the operands they read now."""
+        reading: dict[tuple[fx.Node, int], list[Convert]] = {}
+        others: set[fx.Node] = set()
+        for conversion in conversions:
+            for operand in (conversion.gemm.left, conversion.gemm.right):
+                base = flat_base(operand.node)
+                side = _side(base, operand) if base.target is aten.cat.default else None
+                if side is None:
+                    others.add(base)
+                else:
+                    reading.setdefault((base, side), []).append(conversion)
+        whole: dict[fx.Node, fx.Node] = {}
+        for (cat, side), matmuls in reading.items():
+            nodes = {conversion.gemm.node for conversion in matmuls}
+            if cat not in others and readers(cat, SAME_ORDER | PERMUTES) <= nodes:
+                whole[cat] = _concat(graph, cat, matmuls[0], side)
+        return [_reading(conversion, whole) for conversion in conversions] if whole else list(conversions)
+
+
+def _side(cat: fx.Node, operand: Operand) -> int | None:
+    """The dimension in which the parts of a ``cat`` stand side by side in an operand, if casts can write them so."""
+    tensors: Any = cat.args[0]
+    rank = len(shape_of(cat))
+    dim: Any = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    if rank < 2 or not 1 < len(tensors) <= _MOST_PARTS:
+        return None
+    if not is_same(shape_of(operand.node)[-1], shape_of(cat)[-1]):
+        return None
+    side = 1 if dim % rank == rank - 1 else 0
+    if side == 0 and (rank > 2 or dim % rank):
+        return None
+    if side == 1 and all(is_in_memory(part) or part_in_memory(base_of(part)) is not None for part in tensors):
+        return None
+    fits = all(
+        len(shape_of(part)) == rank
+        and part.meta["val"].dtype == cat.meta["val"].dtype
+        and isinstance(shape_of(part)[dim], int)
+        and shape_of(part)[dim] % ALIGNMENT == 0
+        and not is_gathered(part)
+        for part in tensors
+    )
+    return side if fits else None
+
+
+def _concat(graph: fx.Graph, cat: fx.Node, conversion: Convert, side: int) -> fx.Node:
+    """The parts as matrices, side by side: what `cat` holds, in two dimensions."""
+    gemm = conversion.gemm
+    insert = Inserter(graph, cat, Provenance(gemm.node.name, gemm.fqn, gemm.role, "concatenations"))
+    tensors: Any = cat.args[0]
+    return insert(ops.concat, [_matrix(insert, part) for part in tensors], side)
+
+
+def _matrix(insert: Inserter, part: fx.Node) -> fx.Node:
+    """``[..., k]`` -> ``[rows, k]``"""
+    shape = shape_of(part)
+    if len(shape) == 2:
+        return part
+    if not part.meta["val"].is_contiguous():
+        part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
+    return insert(aten.view.default, part, [-1, shape[-1]])
+
+
+def _reading(conversion: Convert, whole: dict[fx.Node, fx.Node]) -> Convert:
+    gemm = conversion.gemm
+    left, right = (
+        replace(operand, node=whole.get(flat_base(operand.node), operand.node))
+        for operand in (gemm.left, gemm.right)
+    )
+    return replace(conversion, gemm=replace(gemm, left=left, right=right))

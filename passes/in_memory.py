@@ -1,0 +1,50 @@
+"""What is in memory, whichever kernels Inductor makes of a graph: a kernel can read it as it lies."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from f8fx import ops
+
+from .operand import base_of
+
+aten = torch.ops.aten
+
+#: Operators whose result is written to memory by a kernel that nothing is fused into.
+_WRITTEN = frozenset(
+    (
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_mm.default,
+        ops.materialize,
+        torch.ops._c10d_functional.wait_tensor.default,
+    )
+)
+_SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))
+
+
+def is_in_memory(node: fx.Node) -> bool:
+    """Whether a value, up to views, is an input of the graph or written by a kernel that nothing is fused into."""
+    base = base_of(node)
+    target = base.args[0].target if base.target is operator.getitem else base.target  # type: ignore[union-attr]
+    return base.op == "placeholder" or target in _WRITTEN or "scaled_dot_product" in str(target)
+
+
+def part_in_memory(node: fx.Node) -> Hashable | None:
+    """What tells a part of a tensor in memory from others, where a node is such: a slice, or one of a split."""
+    which: tuple[Any, ...] = (node.target,)
+    if node.target is operator.getitem:
+        which = node.args[1:]
+        node = cast("fx.Node", node.args[0])
+        if node.target not in _SPLITS:
+            return None
+    elif node.target is not aten.slice.Tensor:
+        return None
+    source = cast("fx.Node", node.args[0])
+    return (base_of(source), str((which, node.args[1:], node.kwargs))) if is_in_memory(source) else None

@@ -1,0 +1,216 @@
+"""*concatenations*: what is put together for float8 matmuls alone is never written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+
+import f8fx
+from f8fx import ops
+from tests.helpers import compiled, graph_after, joint_graphs, randn
+
+
+def fused(x, gate_up, down):
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def fused_args(hidden=48, tokens=(2, 16)):
+    return randn(*tokens, 32), randn(2 * hidden, 32, seed=1), randn(32, hidden, seed=2)
+
+
+def lines(fn, *inputs, **options):
+    """What puts tensors together in the joint graph."""
+    text = graph_after(fn, *inputs, **options)
+    return [line for line in text.splitlines() if "f8fx.concat" in line or " cat(" in line]
+
+
+class TestGraph(TestCase):
+    def test_the_gradient_of_a_fused_layer(self):
+        """Both of its matmuls read the parts."""
+        self.assertExpectedInline(
+            "\n".join(
+                line
+                for line in graph_after(fused, *fused_args()).splitlines()
+                if "concat" in line or line.startswith("view_") or " cat(" in line
+            ),
+            """\
+view_1: bf16[2,16,96] = view(scaled_mm, [2, 16, 96])
+view_2: bf16[32,48] = view(mul, [32, 48])
+view_3: bf16[2,16,32] = view(scaled_mm_1, [2, 16, 32])
+view_4: bf16[32,32] = view(tangents_1, [32, 32])
+view_5: bf16[2,16,48] = view(scaled_mm_3, [2, 16, 48])
+view_6: bf16[32,48] = view(convert_element_type_4, [-1, 48])
+view_7: bf16[32,48] = view(mul_1, [-1, 48])
+concat: bf16[32,96] = f8fx.concat([view_6, view_7], 1)
+amax_5: f32[] = f8fx.amax(concat, None)
+quantize_both_1: (e5m2[32,96], e5m2[96,32]) = f8fx.quantize_both(concat, scale_5, scale_5, dtype=e5m2, align=[1, 1], align_t=[1, 1])
+view_8: bf16[2,16,32] = view(scaled_mm_5, [2, 16, 32])""",
+        )
+
+    def test_projections_of_attention(self):
+        def attention(x, qkv):
+            q, k, v = F.linear(x, qkv).split([64, 32, 32], -1)
+            return (q.sin().sum(-1, keepdim=True) * k.cos() + v.tanh()).sin()
+
+        self.assertExpectedInline(
+            "\n".join(lines(attention, randn(2, 16, 32), randn(128, 32))),
+            """concat: bf16[32,128] = f8fx.concat([view_2, view_3, view_4], 1)""",
+        )
+
+    def test_an_input(self):
+        def f(a, b, w):
+            return F.linear(torch.cat([a.sin(), b.cos()], -1), w)
+
+        self.assertExpectedInline(
+            "\n".join(lines(f, randn(2, 16, 32), randn(2, 16, 64), randn(48, 96))),
+            """concat: bf16[32,96] = f8fx.concat([view, view_1], 1)""",
+        )
+
+    def test_a_weight(self):
+        def f(x, a, b):
+            return F.linear(x, torch.cat([a, b])).sin()
+
+        self.assertExpectedInline(
+            "\n".join(lines(f, randn(32, 64), randn(48, 64), randn(16, 64))),
+            """concat: bf16[64,64] = f8fx.concat([primals_1, primals_2], 0)""",
+        )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens"), [("tensorwise", (2, 16)), ("rowwise", (1, 5)), ("rowwise_with_gw_hp", (2, 16))]
+)
+def test_bits_are_those_of_separate_tensors(recipe, tokens, monkeypatch):
+    """With the pass and without, and the pass does run."""
+    results, seen = [], []
+    original = f8fx.passes.Concatenations.__call__
+
+    def counted(self, graph, conversions):
+        result = original(self, graph, conversions)
+        seen.append(len(graph.find_nodes(op="call_function", target=ops.concat)))
+        return result
+
+    for call in (counted, lambda self, graph, conversions: list(conversions)):
+        monkeypatch.setattr(f8fx.passes.Concatenations, "__call__", call)
+        inputs = fused_args(tokens=tokens)
+        result = compiled(fused, recipe=recipe)(*inputs)
+        result.sin().sum().backward()
+        results.append([result, *(x.grad for x in inputs)])
+    # a gradient of the weight in high precision reads the tensor, so that is written
+    assert seen == [0 if recipe == "rowwise_with_gw_hp" else 1]
+    for ours, reference in zip(*results, strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_dynamic_tokens():
+    assert len(lines(fused, *fused_args(), dynamic=True)) == 1
+    grads = []
+    for dynamic, calls in ((True, [(2, 16), (3, 7)]), (False, [(3, 7)])):
+        f = compiled(fused, dynamic=dynamic)
+        for tokens in calls:
+            inputs = fused_args(tokens=tokens)
+            f(*inputs).sum().backward()
+        grads.append([x.grad for x in inputs])
+    assert all(map(torch.equal, *grads))
+
+
+def test_dead_nodes_are_gone():
+    """What was put together is not left for Inductor to write."""
+    graphs = []
+
+    def transform(graph):
+        f8fx.Options.parse({"select": "all"}).pipeline(debug=True)(graph)
+
+    joint_graphs(
+        fused,
+        *fused_args(),
+        transform=transform,
+        on_partition=lambda forward, backward: graphs.append((forward, backward)),
+    )
+    ((_, backward),) = graphs
+    assert backward.graph.find_nodes(op="call_function", target=ops.concat)
+    assert not backward.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+
+
+# -- what stays
+
+
+def stays(fn, *inputs, **options):
+    found = lines(fn, *inputs, **options)
+    return len(found) == 1 and " cat(" in found[0]
+
+
+def test_a_bias_reads_its_gradient():
+    def f(x, w, b):
+        gate, up = F.linear(x, w, b).chunk(2, -1)
+        return F.silu(gate) * up
+
+    assert stays(f, randn(2, 16, 32), randn(96, 32), randn(96))
+    frozen = randn(96, grad=False)
+    assert not stays(f, randn(2, 16, 32), randn(96, 32), frozen)
+
+
+def test_another_reader():
+    def f(a, b, w):
+        x = torch.cat([a.sin(), b.cos()], -1)
+        return F.linear(x, w), x.exp()
+
+    assert stays(f, *(randn(16, 32, grad=False) for _ in "ab"), randn(32, 64, grad=False))
+
+
+def test_a_matmul_that_is_skipped():
+    inputs = fused_args()
+    assert stays(fused, *inputs, filter_fn=lambda fqn, gemm: gemm.role != "grad_weight")
+
+
+def test_a_matmul_that_reads_it_in_another_shape():
+    def f(a, b, w, v):
+        x = torch.cat([a.sin(), b.cos()], -1)
+        return F.linear(x, w), F.linear(x.view(32, 32), v)
+
+    inputs = (randn(16, 32), randn(16, 32), randn(32, 64), randn(32, 32))
+    assert stays(f, *(x.detach() for x in inputs))
+
+
+@pytest.mark.parametrize("sizes", [(40, 24), (16,) * 5, (64,)], ids=["ragged", "many", "one"])
+def test_parts_that_cannot_or_need_not_be_written_side_by_side(sizes):
+    def f(w, *parts):
+        return F.linear(torch.cat([part.sin() for part in parts], -1), w)
+
+    found = lines(f, randn(32, sum(sizes), grad=False), *(randn(16, size, grad=False) for size in sizes))
+    assert not any("concat" in line for line in found)
+
+
+def test_along_another_dimension():
+    def f(a, b, w):
+        return F.linear(torch.cat([a.sin(), b.cos()], 1), w)
+
+    assert stays(f, *(randn(2, 16, 32, grad=False) for _ in "ab"), randn(32, 32, grad=False))
+
+
+def test_a_part_of_another_dtype():
+    def f(a, b, w):
+        return F.linear(torch.cat([a.sin(), b.int()], -1), w)
+
+    assert stays(f, *(randn(16, 32, grad=False) for _ in "ab"), randn(32, 64, grad=False))
+
+
+def test_parts_in_memory():
+    """Whether columns lie there one by one or in one tensor: each is read as often as a whole would be."""
+
+    def inputs_of_the_graph(a, b, w):
+        return F.linear(torch.cat([a, b.view(16, 32)], -1), w)
+
+    def slices(x, v, w):
+        y = F.linear(x, v)
+        return F.linear(torch.cat([y[:, 32:], y[:, :32]], -1), w)
+
+    def split(x, v, w):
+        return F.linear(torch.cat(F.linear(x, v).split(32, -1)[::-1], -1), w)
+
+    a, w = randn(16, 32, grad=False), randn(32, 64, grad=False)
+    assert stays(inputs_of_the_graph, a, randn(4, 4, 32, grad=False), w)
+    for f in (slices, split):
+        assert stays(f, a, randn(64, 32, grad=False), w)
