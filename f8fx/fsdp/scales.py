@@ -32,12 +32,11 @@ not change between the two, and where they are seen to, that is an error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -47,12 +46,12 @@ from f8fx.report import log
 from f8fx.torch_private import (
     fsdp_group_of,
     in_backward,
-    infinity_norms,
     local_tensor,
     move_pre_hook_first,
     reshards_after_forward,
 )
 
+from .amaxes import Reduced, amaxes, maximum, ranks
 from .formats import Format, Layout
 from .steps import watch_optimizers
 
@@ -86,7 +85,7 @@ class WeightScales:
     owners: list[tuple[nn.Module, str]]
     manager: Scales
     mesh: DeviceMesh | None = None
-    reduced: _Reduced | None = None
+    reduced: Reduced | None = None
     version: Any = None
     _param: Any = field(default=None, repr=False)
     _group: Any = field(default=None, repr=False)
@@ -177,27 +176,6 @@ class WeightScales:
         return tuple(self.reduced.scales(self, form, source) for form in self.formats)
 
 
-class _Reduced:
-    """Amaxes of several weights, side by side in one vector, after the all-reduce."""
-
-    def __init__(
-        self, vector: Tensor, places: dict[tuple[WeightScales, int | None], tuple[int, int]]
-    ) -> None:
-        self.vector = vector
-        self.places = places
-        self.scaled: dict[Any, Tensor] = {}
-
-    def scales(self, weight: WeightScales, form: Format, source: torch.dtype) -> Tensor:
-        """``[]``, ``[n]`` or ``[k]``; made for all weights of one kind at once."""
-        kind = (form.dtype, form.power_of_2, source)
-        if kind not in self.scaled:
-            # rounding keeps order: the amax of a rounded weight is the rounded amax
-            self.scaled[kind] = form.scale(self.vector.to(source).to(torch.float32))
-        start, length = self.places[weight, form.dim]
-        part = self.scaled[kind][start : start + length]
-        return part[0] if form.dim is None else part
-
-
 class Scales:
     """Takes the amaxes of all converted weights of a model, see above.
 
@@ -270,7 +248,7 @@ class Scales:
                 "the last forward. Run the backward before changing weights (an evaluation with averaged "
                 "weights in between changes them, too)"
             )
-        if weight.reduced is None or weight.mesh is None or _ranks(weight.mesh) != _ranks(mesh):
+        if weight.reduced is None or weight.mesh is None or ranks(weight.mesh) != ranks(mesh):
             self._reduce([(weight, shard, mesh)])
         weight.mesh = mesh
 
@@ -308,7 +286,7 @@ class Scales:
                 jobs.append((weight, shard, mesh))
         by_group: dict[Any, list[Any]] = defaultdict(list)
         for job in jobs:
-            by_group[_ranks(job[2])].append(job)
+            by_group[ranks(job[2])].append(job)
         for group_jobs in by_group.values():
             self._reduce(group_jobs)
 
@@ -326,8 +304,8 @@ class Scales:
         """The amaxes of some weights sharded over one group of ranks."""
         mesh = jobs[0][2]
         parts: list[Tensor] = []
-        places: dict[tuple[WeightScales, int | None], tuple[int, int]] = {}
-        whole = iter(_amaxes(shard.plain for weight, shard, _ in jobs if None in weight.dims))
+        places: dict[tuple[Hashable, int | None], tuple[int, int]] = {}
+        whole = iter(amaxes(shard.plain for weight, shard, _ in jobs if None in weight.dims))
         start = 0
         for weight, shard, _ in jobs:
             layout = Layout(shard.plain, weight.outer_size, mesh)
@@ -338,42 +316,10 @@ class Scales:
                 start += parts[-1].numel()
         vector = torch.cat(parts).to(mesh.device_type)
         if mesh.size() > 1:
-            _maximum(vector, mesh, len(jobs))
-        reduced = _Reduced(vector, places)
+            maximum(vector, mesh, len(jobs))
+        reduced = Reduced(vector, places)
         for weight, shard, _ in jobs:
             weight.reduced, weight.mesh, weight.version = reduced, mesh, weight.version_now(shard)
-
-
-def _maximum(amaxes: Tensor, mesh: DeviceMesh, weights: int) -> None:
-    """The largest of all ranks' amaxes, in place.
-
-    Raises:
-        RuntimeError: if the collective fails, as gloo's do where a rank died or did not come in time. NCCL's
-            run on the device: there its watchdog ends the process.
-    """
-    try:
-        dist.all_reduce(amaxes.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"f8fx.fsdp: the all-reduce of the amaxes of {weights} weights over ranks {list(_ranks(mesh))} failed. A "
-            "rank has died, has not come within the process group's timeout, or is at another collective: "
-            "every rank must begin the same forwards"
-        ) from error
-
-
-def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    # equal for meshes of one dimension that were made in different ways, whose groups are not
-    return tuple(dist.get_process_group_ranks(mesh.get_group()))
-
-
-def _amaxes(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """``cast.amax(x, None)`` of many tensors at once."""
-    tensors = list(tensors)
-    full = [tensor for tensor in tensors if tensor.numel()]
-    norms = iter(infinity_norms(full) if full else ())
-    return [
-        next(norms).to(torch.float32) if tensor.numel() else cast.amax(tensor, None) for tensor in tensors
-    ]
 
 
 class BeginForward:

@@ -1,0 +1,67 @@
+"""Amaxes of shards, and of the weights that they are shards of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from f8fx.kernels import cast
+from f8fx.torch_private import infinity_norms
+
+from .formats import Format
+
+
+class Reduced:
+    """Amaxes of several weights, side by side in one vector, after the all-reduce."""
+
+    def __init__(self, vector: Tensor, places: dict[tuple[Hashable, int | None], tuple[int, int]]) -> None:
+        self.vector = vector
+        self.places = places
+        self.scaled: dict[Any, Tensor] = {}
+
+    def scales(self, weight: Hashable, form: Format, source: torch.dtype) -> Tensor:
+        """``[]``, ``[n]`` or ``[k]``; made for all weights of one kind at once."""
+        kind = (form.dtype, form.power_of_2, source)
+        if kind not in self.scaled:
+            # rounding keeps order: the amax of a rounded weight is the rounded amax
+            self.scaled[kind] = form.scale(self.vector.to(source).to(torch.float32))
+        start, length = self.places[weight, form.dim]
+        part = self.scaled[kind][start : start + length]
+        return part[0] if form.dim is None else part
+
+
+def maximum(vector: Tensor, mesh: DeviceMesh, weights: int) -> None:
+    """The largest of all ranks' amaxes, in place; of the floats' bits, so that a NaN wins.
+
+    Raises:
+        RuntimeError: if the collective fails, as gloo's do where a rank died or did not come in time. NCCL's
+            run on the device: there its watchdog ends the process.
+    """
+    try:
+        dist.all_reduce(vector.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"f8fx.fsdp: the all-reduce of the amaxes of {weights} weights over ranks {list(ranks(mesh))} failed. A "
+            "rank has died, has not come within the process group's timeout, or is at another collective: "
+            "every rank must begin the same forwards"
+        ) from error
+
+
+def ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Of a mesh of one dimension: equal for meshes made in different ways, whose groups are not."""
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def amaxes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``cast.amax(x, None)`` of many tensors at once."""
+    tensors = list(tensors)
+    full = [tensor for tensor in tensors if tensor.numel()]
+    norms = iter(infinity_norms(full) if full else ())
+    return [
+        next(norms).to(torch.float32) if tensor.numel() else cast.amax(tensor, None) for tensor in tensors
+    ]
