@@ -39,7 +39,7 @@ from f8fx.torch_private import supports_rowwise_scaled_mm
 
 from .amax_both import AmaxBoth
 from .amaxes import Amaxes
-from .check import check, signature
+from .check import Known, check, signature
 from .choice import Convert, Skip, decision
 from .collectives import Collectives, Wire
 from .concatenations import Concatenations
@@ -138,6 +138,7 @@ class Pipeline:
         """
         report = GraphReport(self.recipe.name, training=bool(backward_nodes(graph)))
         outputs = signature(graph) if self.debug else None
+        known: Known = {}
 
         def run(name: str, step: Callable[..., Any], *args: Any) -> Any:
             start = time.perf_counter()
@@ -146,7 +147,7 @@ class Pipeline:
             if self.watch is not None:
                 self.watch(name, describe(graph))
             if self.debug:
-                check(graph, name, outputs)
+                check(graph, name, outputs, known)
             return result
 
         found = run("find", self.find, graph)

@@ -5,6 +5,7 @@ A pass that breaks one of these is a bug of f8fx, found here and not three layer
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -24,20 +25,26 @@ class CheckError(AssertionError):
     """A pass left a graph in a state that later passes or Inductor would misread."""
 
 
+#: The nodes that were found to be right, and what they were then.
+Known = dict[fx.Node, tuple[Any, ...]]
+
+
 def signature(graph: fx.Graph) -> list[Any]:
     """Shapes, strides and dtypes of the graph's outputs: what no pass may change."""
     output = next(iter(reversed(graph.nodes)))
     return [_layout(node.meta.get("val")) for node in output.all_input_nodes]
 
 
-def check(graph: fx.Graph, after: str, outputs: list[Any] | None = None) -> None:
+def check(graph: fx.Graph, after: str, outputs: list[Any] | None = None, known: Known | None = None) -> None:
     """Raises :class:`CheckError` if the graph is not well formed.
 
     Args:
         graph: a joint or inference graph.
         after: name of the pass, for the message.
         outputs: the :func:`signature` from before the first pass.
+        known: what earlier calls found to be right, to look only at what has changed since.
     """
+    known = {} if known is None else known
     try:
         graph.lint()
     except Exception as error:
@@ -45,16 +52,32 @@ def check(graph: fx.Graph, after: str, outputs: list[Any] | None = None) -> None
     for node in graph.nodes:
         if node.op != "call_function" or "f8fx" not in node.meta:
             continue
-        where = f"after {after}: {node.format_node()}"
-        if "val" not in node.meta:
-            raise CheckError(f"{where}: no fake value")
-        if node.target in _SYNCHRONISING:
-            raise CheckError(f"{where}: makes the host wait for the device")
-        _check_value(node, where)
-        if node.target is aten._scaled_mm.default:
-            _check_scaled_mm(node, where)
+        state = _state(node)
+        if not _is_same(known.get(node), state):
+            _check_node(node, f"after {after}: {node.format_node()}")
+            known[node] = state
     if outputs is not None and signature(graph) != outputs:
         raise CheckError(f"after {after}: outputs changed from {outputs} to {signature(graph)}")
+
+
+def _check_node(node: fx.Node, where: str) -> None:
+    if "val" not in node.meta:
+        raise CheckError(f"{where}: no fake value")
+    if node.target in _SYNCHRONISING:
+        raise CheckError(f"{where}: makes the host wait for the device")
+    _check_value(node, where)
+    if node.target is aten._scaled_mm.default:
+        _check_scaled_mm(node, where)
+
+
+def _state(node: fx.Node) -> tuple[Any, ...]:
+    """What the verdict on a node depends on."""
+    values = (each.meta.get("val") for each in (node, *node.all_input_nodes))
+    return node.target, node.args, node.kwargs, *values
+
+
+def _is_same(known: tuple[Any, ...] | None, state: tuple[Any, ...]) -> bool:
+    return known is not None and len(known) == len(state) and all(map(operator.is_, known, state))
 
 
 def _check_value(node: fx.Node, where: str) -> None:

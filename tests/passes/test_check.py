@@ -14,18 +14,20 @@ from tests.helpers import joint_graphs, randn
 
 
 def broken(damage):
-    """Converts a linear layer, damages the graph, and checks it."""
+    """Converts a linear layer, damages the graph, and checks it; also by what has changed alone."""
     options = f8fx.Options.parse({"select": "all"})
     raised = []
 
     def transform(graph):
-        before = signature(graph)
+        before, known = signature(graph), {}
         Pipeline(options.recipe, options.policy())(graph)
-        check(graph, "everything", before)
+        check(graph, "everything", before, known)
         damage(graph)
-        with pytest.raises(CheckError) as caught:
-            check(graph, "damage", before)
-        raised.append(str(caught.value))
+        for earlier in (known, None):
+            with pytest.raises(CheckError) as caught:
+                check(graph, "damage", before, earlier)
+            raised.append(str(caught.value))
+        assert raised[0] == raised[1]
         raise CheckError  # the graph is not fit to go on
 
     with pytest.raises(Exception, match="CheckError"):
@@ -86,6 +88,16 @@ def test_outputs():
         output.replace_input_with(output.args[0][0], scale)
 
     assert "outputs changed" in broken(damage)
+
+
+def test_an_input_that_another_pass_changed():
+    """The node itself is as it was; what it reads is not."""
+
+    def damage(graph):
+        scale = first(graph, ops.scale)
+        scale.meta["val"] = scale.meta["val"].double()
+
+    assert "damage" in broken(damage)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
