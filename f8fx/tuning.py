@@ -24,6 +24,9 @@ TUNING: Mapping[str, Any] = {
     # RoPE's backward (about 40 operations) is computed for the amax and again for the cast; at Inductor's
     # threshold (30) it is written out in bfloat16 in between, which is more traffic
     "realize_opcount_threshold": 50,
+    # a LayerNorm's output is computed from five tensors, and again for each cast; at Inductor's threshold (4) it is
+    # written out in between. With one more, Llama's block moves more
+    "realize_reads_threshold": 5,
 }
 
 

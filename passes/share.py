@@ -9,7 +9,7 @@
 3. the row-major and the transposed copy of one tensor become one two-output operator, which reads
    its source once, where both are made in the same half of the graph. A forward and a backward copy
    stay apart: joined, they would be made in the forward and the second one kept until the backward. For
-   weights that can be asked for (``save="fast"``): it spares a read of every weight in the backward.
+   weights that have one scale it can be asked for (``save="fast"``): it spares a read of them in the backward.
 
 Only inserted nodes are touched, so a graph in which nothing was converted stays as it was.
 """
@@ -157,7 +157,7 @@ def unfolded(graph: fx.Graph) -> list[str]:
 
 def _join_layouts(graph: fx.Graph, weights_at_once: bool) -> None:
     backward = backward_nodes(graph)
-    groups: dict[Hashable, dict[bool, fx.Node]] = defaultdict(dict)
+    groups: dict[tuple[Any, Any], dict[bool, fx.Node]] = defaultdict(dict)
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in _inserted(graph):
         # copies of a gradient are both made in the backward; without a backward there is one half
@@ -168,8 +168,11 @@ def _join_layouts(graph: fx.Graph, weights_at_once: bool) -> None:
         if at_once or not backward:
             key = (node.args[0], node.kwargs["dtype"])
             groups[key].setdefault(bool(node.kwargs["transpose"]), node)
-    for pair in groups.values():
-        if len(pair) == 2:
+    for (source, _), pair in groups.items():
+        if len(pair) < 2:
+            continue
+        # a weight with two scales is read once more for the second, in the forward or the backward
+        if not backward or source in backward or pair[False].args[1] is pair[True].args[1]:
             _join_pair(graph, pair[False], pair[True], order)
 
 

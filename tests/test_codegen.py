@@ -205,12 +205,9 @@ def test_merged_layers_read_each_weight_once_per_cast_and_fill_one_buffer(module
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("module", [GateUp, QueryKeyValue])
 def test_fast_saves_the_transposed_weights_more(module, recipe):
-    """One byte an element, give or take scales: one of 4 bytes, or one for each of the 4096 rows of the copy.
-
-    With rows and columns amaxes taken in one read, the transposed copy made early would spare nothing.
-    """
+    """One byte an element, and only where that spares a read: of weights whose two copies have one scale."""
     lean, fast = (traced(module, (64, 4096), recipe=recipe, save=save)[1] for save in ("lean", "fast"))
-    assert abs(fast - lean - (weights_of(module) if recipe != "rowwise" else 0)) <= 4 * 4096
+    assert abs(fast - lean - (weights_of(module) if recipe == "tensorwise" else 0)) <= 8  # a scale
 
 
 def test_a_graph_in_which_nothing_was_converted_is_compiled_as_by_plain_inductor():
@@ -351,9 +348,9 @@ backward:
             listed(generated(NormLinearSigmoid, (8192, 4096), recipe="tensorwise")),
             """\
 forward:
-   167.9 MB  triton_add_amax_convert_element_type_mul_rsqrt_sub_var_mean
-       tiny  triton_amax_reciprocal_scale
-   151.0 MB  triton_quantize
+   100.8 MB  triton_add_amax_convert_element_type_mul_rsqrt_sub_var_mean
+       tiny  triton_add_amax_convert_element_type_mul_reciprocal_scale_sub
+   151.1 MB  triton_add_convert_element_type_mul_quantize_sub
    117.4 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
@@ -374,22 +371,19 @@ backward:
             listed(generated(NormLinearSigmoid, (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   168.0 MB  triton_add_amax_convert_element_type_mul_quantize_quantize_rowwise_reciprocal_rsqrt_scale_sub_var_mean
+   100.9 MB  triton_add_amax_convert_element_type_mul_quantize_quantize_rowwise_reciprocal_rsqrt_scale_sub_var_mean
     50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
-   169.0 MB  triton_amax_convert_element_type_mul_quantize_both_reciprocal_scale_sub_sum
-     1.1 MB  triton_amax_convert_element_type_mul_reciprocal_scale_sub_sum
+   236.7 MB  triton_add_amax_convert_element_type_mul_quantize_both_reciprocal_scale_sub_sum
+     1.6 MB  triton_add_amax_convert_element_type_mul_reciprocal_scale_sub_sum
     50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
-   269.6 MB  triton_add_convert_element_type_div_mul_sub_sum
+   202.4 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sub_sum
      0.5 MB  triton_convert_element_type_sum
-    67.6 MB  triton_amax
-     0.6 MB  triton_amax_reciprocal_scale
-   167.8 MB  triton_convert_element_type_mul_quantize_both_sub
-   100.7 MB  triton_quantize
+   268.6 MB  triton_add_convert_element_type_mul_quantize_quantize_both_sub
    100.7 MB  extern_kernels._scaled_mm""",
         )
 
@@ -432,7 +426,7 @@ def test_each_gemm_reads_the_scales_of_its_own_weight():
     """They lie one behind the other; torch 2.11 reads a view by strides from where its buffer begins."""
     forward, _ = generated(Chain, (2048, 1024), recipe="rowwise")
     assert len(re.findall(r"row_cast_columns_kernel_\d\.run\(", forward.code)) == 1
-    scales = re.findall(r"reinterpret_tensor\((\w+), \(1, 1024\), \(1024, 1\), (\d+)\)", forward.code)
+    scales = re.findall(r"reinterpret_tensor\(buf1, \(1, 1024\), \(1024, 1\), (\d+)\)", forward.code)
     assert len(scales) == 3 == len(set(scales)), scales
 
 
@@ -453,13 +447,15 @@ forward:
        tiny  triton_quantize_rowwise
    302.1 MB  triton_row_cast_columns_kernel
    369.2 MB  extern_kernels._scaled_mm
+       tiny  triton_quantize_rowwise_reciprocal_scale
    402.7 MB  triton_add_clone_convert_element_type_div_exp_mul_neg_slice
+   100.7 MB  triton_quantize
 backward:
-     0.2 MB  triton_amax_both_reciprocal_scale
+     0.1 MB  triton_add_amax_both_clone_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
    402.8 MB  triton_computed_amaxes_kernel
-     0.3 MB  triton_amax_both_reciprocal_scale
-   671.2 MB  triton_quantize_both
-   302.0 MB  triton_concat_quantize
+     0.3 MB  triton_add_amax_both_clone_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
+   671.2 MB  triton_add_clone_concat_convert_element_type_div_exp_mul_neg_quantize_both_sigmoid_slice_sub
    302.1 MB  extern_kernels._scaled_mm
+   201.3 MB  triton_concat_quantize
    268.5 MB  extern_kernels._scaled_mm""",
         )
