@@ -76,7 +76,8 @@ def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
             # tensors in memory may be read in fewer, longer rows
             parts = [table.longer_rows(part, len(whole.values)) for part in whole.values]
             rows = table.concatenation([table.realized(_amax(table, part, 1)) for part in parts], 0)
-        return table(aten.amax, rows, [0], False)
+        with table.in_one_stage():
+            return table(aten.amax, rows, [0], False)
     if whole is not None:
         amaxes = [_amax(table, part, dim) for part in whole.values]
         if dim is not None and dim != whole.dim:
@@ -117,20 +118,25 @@ def _quantize(
     transpose: bool = False,
     align: Sequence[int] = (1, 1),
 ) -> Any:
-    whole = table.parts(x) if max(align) == 1 else None  # padding is of the whole
-    if whole is None:
-        tiled = transpose and (dim == 0 or table.is_normalized(ops.quantize))
-        with table.fused_only_with("transposed") if tiled else nullcontext():
-            return table.row_major(_cast(table, x, scale, dtype, dim, transpose, align))
-    # every part is cast into its place in one buffer
+    whole = table.parts(x) or Parts((x,), 1)
     casts = [
-        _cast(table, part, own, dtype, dim, transpose, align)
+        _cast(table, part, own, dtype, dim, transpose)
         for part, own in zip(whole.values, _scales(table, scale, whole, dim), strict=True)
     ]
-    if transpose and dim == 0:
-        with table.fused_only_with("transposed"):
-            return table.filled(casts, 1 - whole.dim)
-    return table.filled(casts, 1 - whole.dim if transpose else whole.dim)
+    tiled = transpose and (dim == 0 or (len(casts) == 1 and table.is_normalized(ops.quantize)))
+    zeros = [
+        table.missing(size, multiple) for size, multiple in zip(_sizes(x, transpose), align, strict=True)
+    ]
+    with table.fused_only_with("transposed") if tiled else nullcontext():
+        if len(casts) == 1 and not any(zeros):
+            return table.row_major(casts[0])
+        # every part is cast into its place in one buffer
+        return table.filled(casts, 1 - whole.dim if transpose else whole.dim, zeros)
+
+
+def _sizes(x: Any, transpose: bool) -> Sequence[Any]:
+    sizes = x.get_size()
+    return sizes[::-1] if transpose else sizes
 
 
 def _scales(table: Lowering, scale: Any, whole: Parts, dim: int | None) -> list[Any]:
@@ -151,29 +157,24 @@ def _cast(
     dtype: torch.dtype,
     dim: int | None,
     transpose: bool,
-    align: Sequence[int],
 ) -> Any:
     """The cast as a value that is not in memory yet."""
     value = table(aten.mul, table.to_dtype(x, torch.float32), _broadcast(table, scale, dim))
     limit = torch.finfo(dtype).max
     for bound, beyond in ((limit, aten.gt), (-limit, aten.lt)):
         value = table(aten.where, table(beyond, value, bound), table.constant_like(bound, value), value)
-    return table.to_dtype(_laid_out(table, value, transpose, align), dtype)
-
-
-def _laid_out(table: Lowering, value: Any, transpose: bool, align: Sequence[int]) -> Any:
-    if transpose:
-        value = table(aten.permute, value, [1, 0])
-    rows, columns = value.get_size()
-    missing = [table.missing(size, multiple) for size, multiple in ((columns, align[1]), (rows, align[0]))]
-    if any(missing):
-        value = table(aten.constant_pad_nd, value, [0, missing[0], 0, missing[1]], 0)
-    return value
+    return table.to_dtype(table(aten.permute, value, [1, 0]) if transpose else value, dtype)
 
 
 def _relayout(table: Lowering, data: Any, *, transpose: bool = False, align: Sequence[int] = (1, 1)) -> Any:
     # bytes, so that no conversion on the way can touch a NaN's bits
-    bits = _laid_out(table, table(aten.view.dtype, data, torch.uint8), transpose, align)
+    bits = table(aten.view.dtype, data, torch.uint8)
+    if transpose:
+        bits = table(aten.permute, bits, [1, 0])
+    rows, columns = bits.get_size()
+    below, behind = table.missing(rows, align[0]), table.missing(columns, align[1])
+    if below or behind:
+        bits = table(aten.constant_pad_nd, bits, [0, behind, 0, below], 0)
     return table(aten.view.dtype, table.row_major(table.copied(bits)), data.get_dtype())
 
 

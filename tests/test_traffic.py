@@ -186,3 +186,21 @@ def test_a_reduction_that_stores_across_its_rows(stored, strided):
     tensors = {"in_ptr0": Tensor(64 << 20, 2), "out_ptr0": Tensor(32 << 20, 1)}
     assert strided_bytes(source, tensors) == strided
     assert strided_bytes(source.replace("reduction(", "pointwise("), tensors) == 0
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_odd_number_of_tokens(recipe):
+    """Float8 copies are padded for the gradient of the weight: by zeros beside them, not by kernels of their own."""
+    case = traffic.Case(recipe)
+    even, odd = (traffic.count(*traffic.block("mlp", tokens), case) for tokens in (8192, 8191))
+    assert odd["est_bytes"] <= 1.05 * even["est_bytes"]
+    assert odd["triton_kernels"] <= even["triton_kernels"] + 2
+
+
+def test_more_tokens_are_no_more_launches():
+    """Amaxes of rows are reduced by one kernel, however many rows there are."""
+    case = traffic.Case("tensorwise")
+    few, many = (
+        traffic.count(*traffic.block("mlp", tokens), case)["triton_kernels"] for tokens in (8192, 65536)
+    )
+    assert many <= few + 2

@@ -90,6 +90,10 @@ class Lowering:
         """See :func:`.scheduling.fused_only_with`."""
         return fused_only_with(label, first)
 
+    def in_one_stage(self) -> contextlib.AbstractContextManager[None]:
+        """Reductions made here are one kernel each, however long they are (``config.split_reductions``)."""
+        return inductor_config().patch(split_reductions=False)
+
     def longer_rows(self, x: Any, parts: int, most: int = 8192) -> Any:
         """A 2-D value seen as fewer, longer rows if it lies in memory so; ``most``: rows of all ``parts`` together.
 
@@ -139,30 +143,51 @@ class Lowering:
         """What a :meth:`concatenation` was made of; ``None`` for any other value."""
         return getattr(x, "f8fx_parts", None)
 
-    def filled(self, values: Sequence[Any], dim: int) -> Any:
+    def filled(self, values: Sequence[Any], dim: int, zeros: Sequence[Any] = (0, 0)) -> Any:
         """One contiguous buffer that the kernels of the 2-D values write into, side by side.
 
         What ``ir.ConcatKernel.create`` does, without the padding of strides, which float8 gemms do not take.
+
+        Args:
+            zeros: rows and columns of zeros behind the values. A kernel of their own writes them, so that those of
+                the values run over the values' sizes, as others that read the same tensors do.
         """
         from torch._inductor.virtualized import V
 
         ir = self._ir
-        sizes = list(values[0].get_size())
+        inner = list(values[0].get_size())
         ends: list[Any] = []
         for value in values:
             ends.append((ends[-1] if ends else 0) + value.get_size()[dim])
-        sizes[dim] = ends[-1]
+        inner[dim] = ends[-1]
+        outer = [size + more for size, more in zip(inner, zeros, strict=True)]
         layout = ir.FixedLayout(
             device=values[0].get_device(),
             dtype=values[0].get_dtype(),
-            size=sizes,
-            stride=ir.FlexibleLayout.contiguous_strides(sizes),
+            size=outer,
+            stride=ir.FlexibleLayout.contiguous_strides(outer),
         )
         kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
         buffer = ir.StorageBox(kernel)
-        for value, start, end in zip(values, [0, *ends], ends, strict=False):
-            place = ir.SliceView.create(buffer, dim, start, end, clamp=False)
+
+        def fill(value: Any, rows: tuple[Any, Any], columns: tuple[Any, Any]) -> None:
+            place = ir.SliceView.create(buffer, 0, *rows, clamp=False)
+            place = ir.SliceView.create(place, 1, *columns, clamp=False)
             kernel.inputs.append(ir.ConcatKernel.realize_into(value, place))
+
+        for value, start, end in zip(values, [0, *ends], ends, strict=False):
+            whole = [(0, size) for size in inner]
+            whole[dim] = (start, end)
+            fill(value, *whole)
+        for along, more in enumerate(zeros):
+            if more == 0:
+                continue
+            sizes = [inner[0], outer[1]]  # behind the columns, and below all of them
+            sizes[along] = more
+            place = [(0, inner[0]), (0, outer[1])]
+            place[along] = (inner[along], outer[along])
+            zero = self(torch.ops.aten.full, sizes, 0.0, dtype=torch.float32, device=values[0].get_device())
+            fill(self.to_dtype(zero, values[0].get_dtype()), *place)
         kernel.name = V.graph.register_buffer(kernel)
         kernel.inputs = ir.ConcatKernel.unwrap_storage(kernel.inputs)
         V.graph.register_operation(kernel)
