@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import fx
@@ -22,6 +22,7 @@ from f8fx.torch_private import size_hint
 
 from .choice import ALIGNMENT, Choice, Convert, Skip
 from .gemm import Gemm, Operand, Size
+from .thresholds import Thresholds
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class _Prediction:
     verdict: Verdict
     layer: _Layer
     model: CostModel
+    threshold: Callable[[], int | None]
 
     @property
     def speedup(self) -> float:
@@ -122,16 +124,20 @@ class Worth:
                         (index, choice, planned)
                     )
         for model, group in by_model.items():
-            verdicts = plan(model, [planned for _, _, planned in group], drop)
-            for (index, choice, _), verdict in zip(group, verdicts, strict=True):
-                yield index, choice, _Prediction(verdict, layers[choice.gemm.layer], model)
+            gemms = [planned for _, _, planned in group]
+            thresholds = Thresholds(model, gemms, [choice for _, choice, _ in group], self._planned)
+            for place, verdict in enumerate(plan(model, gemms, drop)):
+                index, choice, _ = group[place]
+                layer = layers[choice.gemm.layer]
+                threshold = partial(thresholds.rows, place, layer.m, verdict.convert)
+                yield index, choice, _Prediction(verdict, layer, model, threshold)
 
     def _judge(self, choice: Convert, prediction: _Prediction) -> Choice:
         gemm, verdict, layer, model = choice.gemm, prediction.verdict, prediction.layer, prediction.model
         speedup, seconds = prediction.speedup, verdict.high_seconds
         detail = verdict.reason
         if layer.dynamic and not any(operand.node in self.cached for operand in (gemm.left, gemm.right)):
-            threshold = model.threshold(layer.k, layer.n, self.recipe, layer.roles)
+            threshold = prediction.threshold()
             detail += "; never pays" if threshold is None else f"; pays for M >= {threshold}"
         if not verdict.convert:
             alone = "alone loses" in verdict.reason
@@ -142,12 +148,15 @@ class Worth:
             return Skip(gemm, f"not a multiple of {ALIGNMENT}", why, speedup, seconds)
         return replace(choice, detail=detail, speedup=speedup, seconds=seconds)
 
-    def _planned(self, choice: Convert) -> PlannedGemm | None:
+    def _planned(self, choice: Convert, factor: float = 1) -> PlannedGemm | None:
+        """A matmul as `plan` sees it, its dynamic sizes so many times those it was traced with."""
         gemm = choice.gemm
-        sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
+        given = (gemm.m, gemm.k, gemm.n)
+        sizes = [size_hint(size) for size in given]
         if any(size is None for size in sizes):
             return None
-        m, k, n = (int(size or 0) for size in sizes)
+        factors = (1 if isinstance(size, int) else factor for size in given)
+        m, k, n = (round((size or 0) * by) for size, by in zip(sizes, factors, strict=True))
         return PlannedGemm(
             role=gemm.role,
             m=m,

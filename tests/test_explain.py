@@ -17,6 +17,7 @@ import f8fx
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
 from f8fx.explain_show import grouped
 from f8fx.explanation import ExplainError, Explanation, Row
+from tests.helpers import bf16
 
 
 class Mlp(nn.Module):
@@ -97,10 +98,44 @@ def test_without_gradients_only_the_forward_is_traced():
     assert not f8fx.explain(meta_mlp().requires_grad_(False), meta_input(64, 2048)).training
 
 
-def test_a_dynamic_size_gets_a_threshold():
-    e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), dynamic=True)
-    assert isinstance(e.rows[0].m, str) and e.rows[0].k == 2048
-    assert re.search(r"pays for M >= \d+", e.rows[0].detail)
+def thresholds(model, tokens, width, **options):
+    """By layer and role: whether it was converted, and from how many rows on it is said to pay."""
+    e = f8fx.explain(model, meta_input(tokens, width), dynamic=True, **options)
+    assert all(isinstance(row.m, str) or isinstance(row.k, str) for row in e.rows)
+    found = {}
+    for row in e.rows:
+        (said,) = re.findall(r"pays for M >= (\d+)|(never pays)", row.detail)
+        found[row.fqn, row.role] = row.converted, int(said[0]) if said[0] else None
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_dynamic_size_gets_the_threshold_of_its_decision(recipe):
+    """Layers that share their input's casts, a small one beside a large one: each has a threshold of its own."""
+
+    class Projections(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 1024, bias=False)
+
+        def forward(self, x):
+            return self.q(x).sin().sum() + self.k(x).cos().sum()
+
+    with torch.device("meta"):
+        model = Projections().to(bf16)
+    at = {tokens: thresholds(model, tokens, 4096, recipe=recipe) for tokens in (512, 2048, 16384)}
+    for tokens, found in at.items():
+        for converted, rows in found.values():
+            assert converted == (rows is not None and rows <= tokens)
+    # and it is where the decision changes
+    (layer, (_, rows)) = next(item for item in at[2048].items() if item[1][1] not in (None, 16))
+    below, there = (thresholds(model, tokens, 4096, recipe=recipe)[layer] for tokens in (rows - 16, rows))
+    assert not below[0] and there == (True, rows)
+
+
+def test_what_never_pays_says_so():
+    found = thresholds(nn.Sequential(nn.Linear(16, 16, device="meta", dtype=bf16)), 4096, 16)
+    assert set(found.values()) == {(False, None)}
 
 
 def test_a_marked_dimension_is_dynamic_too():
