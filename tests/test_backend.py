@@ -6,18 +6,21 @@ import logging
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_cache
 
 import f8fx
 from f8fx import Options, recording
 from f8fx.backend import GraphPass, _publish
 from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline, describe
-from f8fx.torch_private import check_version, compile_fx_module, joint_custom_pre_pass
+from f8fx.torch_private import boxed, check_version, compile_fx_module, joint_custom_pre_pass
 from tests.helpers import bf16, compiled, joint_graphs, randn
 
 
@@ -136,6 +139,67 @@ def test_everything_filtered_is_the_stock_graph():
 
     joint_graphs(Net(), randn(16, 32), transform=transform)
     assert texts[0] == texts[1]
+
+
+def text_of(gm: fx.GraphModule) -> str:
+    """Code and fake values of a graph, with the modules inside it."""
+    inner = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return "\n".join(part for module in inner for part in (module.code, describe(module.graph)))
+
+
+STOCK = {"backend": "inductor"}
+FILTERED = {"backend": "f8fx", "options": {"select": "all", "only_fqns": ["nothing"], "strict": True}}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_everything_filtered_hands_inductor_the_stock_graphs(monkeypatch, training, dynamic):
+    """Forward and backward, as Inductor's partitioner leaves them; nothing is compiled."""
+    graphs: dict[str, list[str]] = {}
+
+    def compiles(name, **how):
+        def inner_compile(gm, example_inputs, **kwargs):
+            graphs.setdefault(name, []).append(text_of(gm))
+            return boxed(gm.forward)
+
+        with monkeypatch.context() as patch:
+            module = compile_fx_module()
+            patch.setattr(module, "compile_fx", partial(module.compile_fx, inner_compile=inner_compile))
+            torch._dynamo.reset()
+            x = randn(16, 32, grad=training)
+            with torch.set_grad_enabled(training):
+                y = torch.compile(Net(), dynamic=dynamic, **how)(x)
+            if training:
+                y.sum().backward()
+
+    compiles("stock", **STOCK)
+    compiles("filtered", **FILTERED)
+    compiles("float8", backend="f8fx", options={"select": "all", "strict": True})
+    assert len(graphs["stock"]) == (2 if training else 1)
+    assert graphs["filtered"] == graphs["stock"]
+    assert all("_scaled_mm" in text for text in graphs["float8"])
+
+
+def test_everything_filtered_generates_code_from_the_stock_graphs(monkeypatch):
+    """After Inductor's own passes too; a linear layer has no kernels that take long to compile."""
+    graphs: dict[str, list[str]] = {}
+    plain = GraphLowering.run
+
+    def compiles(name, **how):
+        def run(self, *args):
+            graphs.setdefault(name, []).append(text_of(self.module))
+            return plain(self, *args)
+
+        with monkeypatch.context() as patch, fresh_cache():
+            patch.setattr(GraphLowering, "run", run)
+            torch._dynamo.reset()
+            x, w = randn(16, 32), randn(48, 32)
+            torch.compile(F.linear, **how)(x, w).backward(torch.ones(16, 48, dtype=bf16))
+
+    compiles("stock", **STOCK)
+    compiles("filtered", **FILTERED)
+    assert len(graphs["stock"]) == 2 and all("mm" in text for text in graphs["stock"])
+    assert graphs["filtered"] == graphs["stock"]
 
 
 # -- failures
