@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import f8fx
+from f8fx import hardware
 from f8fx.passes import Pipeline, describe
 from f8fx.report import Decision
 from tests.helpers import bf16, joint_graphs, randn, report_of
@@ -37,6 +41,13 @@ def reasons(decisions):
 
 def xw(m=32, k=32, n=48, dtype=bf16):
     return randn(m, k, dtype=dtype), randn(n, k, dtype=dtype)
+
+
+def meta(m, k, n):
+    return [torch.empty(*s, dtype=bf16, device="meta", requires_grad=True) for s in ((m, k), (n, k))]
+
+
+H100 = hardware.find("h100")
 
 
 class Net(nn.Module):
@@ -74,6 +85,31 @@ def test_cpu_is_never_worth_it():
     assert 'select="all"' in decisions[0].detail
 
 
+def test_hardware_without_rowwise_gemms():
+    """As ``hardware.of_device`` describes an H100 to a torch that was built with an old CUDA."""
+    tensorwise_only = dataclasses.replace(H100, granularities=("tensorwise",))
+    for select in ("auto", "all"):
+        decisions = untouched(
+            F.linear, *meta(8192, 4096, 4096), select=select, recipe="rowwise", target=tensorwise_only
+        )
+        assert reasons(decisions) == {"no rowwise float8 gemm on h100"}
+
+
+def test_hardware_without_e5m2():
+    """Which is what the gradients are in; the recipe leaves the forward alone, so nothing may change."""
+    e4m3_only = dataclasses.replace(H100, float8_dtypes={"e4m3": torch.float8_e4m3fn})
+    recipe = f8fx.Recipe("backward only", output=None)
+    for select in ("auto", "all"):
+        decisions = untouched(
+            F.linear, *meta(8192, 4096, 4096), select=select, recipe=recipe, target=e4m3_only
+        )
+        assert {d.role: d.reason for d in decisions} == {
+            "output": "kept in high precision by the recipe",
+            "grad_input": "no e5m2 on h100",
+            "grad_weight": "no e5m2 on h100",
+        }
+
+
 def test_rowwise_scales_decide_what_pays():
     """A kernel of its own that rescales the result costs what the gemm gains."""
     decisions = {}
@@ -95,6 +131,50 @@ def test_too_small():
     decisions = untouched(F.linear, *xw(), target="h100")
     assert reasons(decisions) == {"too small"}
     assert all(d.speedup is not None and d.speedup < 1 for d in decisions)
+
+
+def test_padding_that_costs_more_than_it_gains():
+    """Float8 itself would pay: it does one column further."""
+    decisions = untouched(F.linear, *meta(8192, 4096, 1025), target="h100")
+    assert reasons(decisions) == {"not a multiple of 16"}
+    assert {d.detail for d in decisions} == {"K=4096, N=1025: padding would cost more than float8 gains"}
+    assert all(d.converted for d in decisions_on("h100", *meta(8192, 4096, 1040)))
+
+
+def test_a_role_whose_casts_cost_more_than_it_gains():
+    """Casts of the gradient serve one layer; their matmuls stay as they were, beside the forward's."""
+    kept = {}
+
+    def transform(graph):
+        before = {node: node.args for node in graph.nodes if node.target is torch.ops.aten.mm.default}
+        options = f8fx.Options.parse({"recipe": "rowwise", "target": "h100"})
+        report = Pipeline(options.recipe, options.policy(), options.target, debug=True)(graph)
+        decisions = {d.role: d for d in report.decisions}
+        assert decisions["output"].converted
+        kept.update({role: d for role, d in decisions.items() if not d.converted})
+        after = {node: node.args for node in graph.nodes if node.target is torch.ops.aten.mm.default}
+        assert len(after) == len(kept) < len(before)
+        assert all(before[node] == args for node, args in after.items())
+
+    joint_graphs(F.linear, *meta(2048, 4096, 4096), transform=transform)
+    assert set(kept) == {"grad_input", "grad_weight"}
+    for role, decision in kept.items():
+        assert decision.reason == "casts would cost more than it gains"
+        assert decision.detail.startswith(f"{role} alone loses: float8 would be 0.")
+
+
+def test_sizes_that_are_known_only_at_run_time():
+    """Nothing says whether they pay; ``select="all"`` asks for no more than that they are legal."""
+
+    def chosen(x, mask, w):
+        return F.linear(x[mask], w)
+
+    args = (randn(64, 32, grad=False), torch.ones(64, dtype=torch.bool), randn(48, 32, grad=False))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        decisions = untouched(chosen, *args, target="h100")
+        assert reasons(decisions) == {"size known only at run time"}
+        assert {d.detail for d in decisions} == {'select="all" converts'}
+        assert report_of(chosen, *args).converted == 1
 
 
 def test_filter_fqns():
@@ -162,6 +242,52 @@ def test_attention_stays():
     assert reasons(decisions) == {"batched matmul of two activations"}
 
 
+def test_experts_stay():
+    """A grouped matmul, and its two gradients, one of which is grouped by columns."""
+    offsets = torch.tensor([16, 32], dtype=torch.int32)
+
+    def experts(x, w):
+        return torch._grouped_mm(x, w, offsets)
+
+    decisions = untouched(experts, randn(32, 32), randn(2, 32, 48), select="all")
+    assert reasons(decisions) == {"grouped matmul of experts"}
+    assert sorted(d.role for d in decisions) == ["grad_input", "grad_input", "output"]
+
+
+def test_a_matrix_times_a_vector_stays():
+    """Inductor decomposes it to multiply and sum before any pass runs, but a user's own pass may bring one."""
+    graph = make_fx(lambda m, v: torch.addmv(torch.mv(m, v), m, v), tracing_mode="fake")(
+        randn(32, 32, grad=False), randn(32, grad=False)
+    ).graph
+    options = f8fx.Options.parse({"select": "all"})
+    before = describe(graph)
+    decisions = Pipeline(options.recipe, options.policy(), debug=True)(graph).decisions
+    assert describe(graph) == before
+    assert [(d.reason, d.m, d.n) for d in decisions] == [("matrix times vector", 1, 32)] * 2
+
+
+class Gram(torch.autograd.Function):
+    """Its gradient is no matmul of a layer: gradients are multiplied with each other, and with a constant."""
+
+    @staticmethod
+    def forward(ctx, x, constant):
+        ctx.save_for_backward(constant)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (constant,) = ctx.saved_tensors
+        return grad @ grad.t() @ constant, None
+
+
+def test_gradients_of_no_layer_stay():
+    decisions = untouched(Gram.apply, randn(32, 48), randn(32, 48, grad=False), select="all")
+    assert [d.reason for d in decisions] == [
+        "both operands are gradients",
+        "no forward matmul it is the gradient of",
+    ]
+
+
 def test_recipe_without_a_role():
     recipe = f8fx.Recipe("forward only", grad_input=None, grad_weight=None)
     parsed = f8fx.Options.parse({"recipe": recipe, "select": "all"})
@@ -191,10 +317,7 @@ def decisions_on(target, *args, **options):
 
 
 def test_auto_converts_what_pays_on_the_target():
-    meta = [
-        torch.empty(*s, dtype=bf16, device="meta", requires_grad=True) for s in ((8192, 4096), (8192, 4096))
-    ]
-    decisions = decisions_on("h100", *meta)
+    decisions = decisions_on("h100", *meta(8192, 4096, 8192))
     assert len(decisions) == 3 and all(d.converted for d in decisions)
     assert all(d.speedup is not None and d.speedup > 1 for d in decisions)
 
@@ -211,7 +334,6 @@ def test_auto_says_from_which_m_a_dynamic_gemm_pays():
 @pytest.mark.parametrize("target", ["mi300x", "b200", "h100"])
 def test_formats_are_those_of_the_hardware(target):
     """MI300X has the fnuz flavours; everything else the OCP ones."""
-    meta = [torch.empty(*s, dtype=bf16, device="meta") for s in ((8192, 8192), (8192, 8192))]
     parsed = f8fx.Options.parse({"target": target, "select": "all"})
     texts = []
 
@@ -219,6 +341,6 @@ def test_formats_are_those_of_the_hardware(target):
         Pipeline(parsed.recipe, parsed.policy(), parsed.target)(graph)
         texts.append(describe(graph))
 
-    joint_graphs(F.linear, *meta, transform=transform)
+    joint_graphs(F.linear, *meta(8192, 8192, 8192), transform=transform)
     assert ("e4m3fnuz" in texts[0]) == (target == "mi300x")
     assert "_scaled_mm" in texts[0]
