@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from f8fx.kernels import cast
+from f8fx.recipe import EPS
 from f8fx.torch_private import supports_rowwise_scaled_mm
 from tests.helpers import bf16, compiled, randn, sqnr
 
@@ -48,13 +52,22 @@ def test_nan_and_inf_reach_the_output(recipe, bad):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_subnormals_neither_overflow_the_scale_nor_vanish(recipe):
-    """1e-38 is subnormal in bfloat16's float32 range; EPS keeps the scale finite."""
+def test_subnormals_do_not_overflow_the_scale(recipe):
+    """1e-38 is subnormal in bfloat16 and far below EPS, which keeps the scale finite; so it becomes zero."""
     x = torch.full((16, 32), 1e-38, dtype=bf16)
-    y = linear(x, randn(48, 32, grad=False), recipe)
-    assert torch.isfinite(y).all()
     scale = cast.scale(cast.amax(x, None), torch.float8_e4m3fn, False)
-    assert torch.isfinite(scale) and scale > 0
+    assert scale.item() == pytest.approx(448 / EPS)
+    y = linear(x, randn(48, 32, grad=False), recipe)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_subnormals_above_eps_do_not_vanish(recipe):
+    """float16's subnormals are 6e-8 and more: to float8 they are numbers as good as any."""
+    x = (randn(16, 32, grad=False, dtype=torch.float16).clamp(-3, 3) * 2**-16).requires_grad_(False)
+    assert x.abs().max() < torch.finfo(torch.float16).smallest_normal
+    w = randn(48, 32, grad=False, dtype=torch.float16, seed=1) * 2**10
+    assert sqnr(x.double() @ w.double().t(), linear(x, w, recipe)) > 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -126,3 +139,88 @@ def test_rowwise_support_is_what_this_torch_does():
     except RuntimeError:
         works = False
     assert supports_rowwise_scaled_mm("cpu") == works
+
+
+# -- against torchao
+
+
+class Linears(nn.Module):
+    """One layer for each pair of an input and a weight."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for weight in weights:
+            layer = nn.Linear(*reversed(weight.shape), bias=False, dtype=weight.dtype)
+            layer.weight = nn.Parameter(weight)
+            self.layers.append(layer)
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        """[m, k] each -> [m, n] each."""
+        return [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
+
+
+#: The largest finite numbers that every step of a CPU gemm still takes, and a subnormal, of each dtype.
+LARGEST = {bf16: 1e30, torch.float16: 65504.0}
+SUBNORMAL = {bf16: 1e-38, torch.float16: 1e-5}
+EDGES = {
+    "plain": lambda t, _: t,
+    "zeros": lambda t, _: t * 0.0,
+    "zero row": lambda t, _: t.index_fill(0, torch.tensor(3), 0.0),
+    "zero column": lambda t, _: t.index_fill(1, torch.tensor(3), 0.0),
+    "nan": lambda t, _: t.index_put(SPOT, torch.tensor(torch.nan, dtype=t.dtype)),
+    "inf": lambda t, _: t.index_put(SPOT, torch.tensor(torch.inf, dtype=t.dtype)),
+    "-inf": lambda t, _: t.index_put(SPOT, torch.tensor(-torch.inf, dtype=t.dtype)),
+    "about EPS": lambda t, _: t * EPS,
+    "subnormals": lambda t, dtype: (t.sign().double() * SUBNORMAL[dtype]).to(dtype),
+    "large": lambda t, dtype: (t.double() / t.abs().max() * LARGEST[dtype]).to(dtype),
+    "outlier channel": lambda t, _: t * torch.ones(t.shape[1]).index_fill(0, torch.tensor(7), 1e3).to(t),
+    "outlier row": lambda t, _: t * torch.ones(t.shape[0], 1).index_fill(0, torch.tensor(7), 1e3).to(t),
+}
+SPOT = (torch.tensor(3), torch.tensor(5))
+#: The part of a layer -> the edges it is given, one at a time.
+GIVEN = {
+    "input": tuple(EDGES),
+    "weight": ("zeros", "zero row", "nan", "large"),
+    "incoming gradient": ("zeros", "zero row", "nan", "inf", "about EPS", "large"),
+}
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a 2-byte tensor, signs of zeros included, with one NaN for all."""
+    return torch.where(x.isnan(), torch.tensor(torch.nan, dtype=x.dtype), x).view(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bits_of_torchao(recipe, dtype):
+    """Every edge in turn in the input, in the weight and in the incoming gradient, of layers in one graph."""
+    from tests.test_bitwise import torchao_of
+
+    if recipe != "tensorwise" and not supports_rowwise_scaled_mm("cpu"):
+        pytest.skip("this torch's CPU _scaled_mm takes per-tensor scales only, so torchao cannot run")
+    names, tensors = [], []
+    for index, (part, edges) in enumerate(GIVEN.items()):
+        for edge in edges:
+            parts = [
+                randn(*s, dtype=dtype, grad=False, seed=i)
+                for i, s in enumerate([(16, 32), (48, 32), (16, 48)])
+            ]
+            parts[1] = parts[1] * 0.1  # large values times plain ones stay in the dtype's range
+            parts[index] = EDGES[edge](parts[index], dtype)
+            names.append(f"{edge} in the {part}")
+            tensors.append(parts)
+    inputs, weights, grads = zip(*tensors, strict=True)
+
+    def run(model, call):
+        xs = [x.clone().requires_grad_() for x in inputs]
+        ys = call(*xs)
+        torch.autograd.backward(ys, grads)
+        return zip(ys, [x.grad for x in xs], [p.grad for p in model.parameters()], strict=True)
+
+    model = Linears(weights)
+    reference = torchao_of(model, recipe)
+    expected, actual = run(reference, reference), run(model, compiled(model, recipe=recipe, debug=False))
+    for name, wants, gots in zip(names, expected, actual, strict=True):
+        for what, want, got in zip(("output", "grad_input", "grad_weight"), wants, gots, strict=True):
+            assert torch.equal(bits(want), bits(got)), f"{what}, {name}"
