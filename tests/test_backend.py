@@ -20,7 +20,13 @@ from f8fx import Options, recording
 from f8fx.backend import GraphPass, _publish
 from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline, describe
-from f8fx.torch_private import boxed, check_version, compile_fx_module, joint_custom_pre_pass
+from f8fx.torch_private import (
+    boxed,
+    check_version,
+    compile_fx_module,
+    inductor_config,
+    joint_custom_pre_pass,
+)
 from tests.helpers import bf16, compiled, joint_graphs, randn
 
 
@@ -256,6 +262,67 @@ def test_version_warning():
     assert check_version("2.11.1") is None
     for version in ("2.9.0", "2.12.1", "3.0.0a0+git1234"):
         assert "tested on torch 2.11, 2.13, 2.15" in check_version(version)
+
+
+def test_another_version_is_warned_of_once(monkeypatch):
+    monkeypatch.setattr("f8fx.backend.check_version", lambda: check_version("2.12.1"))
+    monkeypatch.setattr("f8fx.backend._WARNED", set())
+    with pytest.warns(
+        UserWarning, match=r"tested on torch 2\.11, .*; this is 2\.12\.1, which is none of them"
+    ):
+        compiled(torch.sin)(torch.zeros(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.cos)(torch.zeros(3))
+
+
+def test_a_tested_version_is_not_warned_of(monkeypatch):
+    monkeypatch.setattr("f8fx.backend.check_version", lambda: check_version("2.13.0+cpu"))
+    monkeypatch.setattr("f8fx.backend._WARNED", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.sin)(torch.zeros(3))
+
+
+# -- Inductor's modes
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("max-autotune-no-cudagraphs", {"max_autotune": True, "coordinate_descent_tuning": True}),
+        ("reduce-overhead", {"triton.cudagraphs": True}),
+        ("max-autotune-no-cudagraphs+rowwise", {"max_autotune": True, "coordinate_descent_tuning": True}),
+        (None, {}),
+    ],
+)
+def test_a_mode_is_handed_to_inductor_and_runs(monkeypatch, mode, options):
+    """Forward and backward are compiled under it, and nothing afterwards. No float8: no kernels to compile."""
+    config, seen = inductor_config(), []
+    plain = GraphLowering.run
+
+    def settings():
+        values = config.get_config_copy()
+        return {key: values[key] for key in WATCHED}
+
+    def run(self, *args):
+        seen.append(settings())
+        return plain(self, *args)
+
+    before = settings()
+    monkeypatch.setattr(GraphLowering, "run", run)
+    with fresh_cache(), recording() as reports:
+        torch._dynamo.reset()
+        x, w = randn(16, 32), randn(48, 32)
+        y = torch.compile(F.linear, backend="f8fx", mode=mode)(x, w)
+        y.backward(torch.ones_like(y))
+    assert seen == [before | options] * 2
+    assert settings() == before
+    assert torch.equal(y, F.linear(x, w)) and x.grad is not None and w.grad is not None
+    assert [r.recipe for r in reports] == ["rowwise" if "rowwise" in str(mode) else "tensorwise"]
+
+
+WATCHED = ("max_autotune", "coordinate_descent_tuning", "triton.cudagraphs")
 
 
 # -- installation

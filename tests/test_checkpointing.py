@@ -7,16 +7,21 @@ import functools
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8fx
 from f8fx import ops
 from tests.helpers import Block, bf16, compiled, joint_graphs, randn
 
-#: Names of scales and of their reciprocals, which the gemms take.
-SCALES = ("scale", "reciprocal")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def is_scale(node: fx.Node) -> bool:
+    """Whether a node is a scale that a pass computed, or the reciprocal of one, which the gemms take."""
+    if node.target is torch.ops.aten.reciprocal.default:
+        (node,) = node.all_input_nodes
+    return node.target is ops.scale and "f8fx" in node.meta
 
 
 def _save_matmuls(ctx, op, *args, **kwargs):
@@ -61,9 +66,8 @@ def saved(
         inputs = set(forward.graph.find_nodes(op="placeholder"))
         (output,) = forward.graph.find_nodes(op="output")
         for node in output.args[0][1:]:
-            value = getattr(node, "meta", {}).get("val")
-            is_scale = value is not None and value.dtype == torch.float32 and node.name.startswith(SCALES)
-            if node not in inputs and isinstance(value, torch.Tensor) and is_scale == scales:
+            value = node.meta["val"] if isinstance(node, fx.Node) else None
+            if node not in inputs and isinstance(value, torch.Tensor) and is_scale(node) == scales:
                 result[node.name] = value.numel() * value.dtype.itemsize
 
     def transform(graph):
