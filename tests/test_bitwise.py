@@ -7,8 +7,11 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from f8fx import recording
+from f8fx.passes.choice import KEPT_BY_RECIPE
 from f8fx.torch_private import supports_rowwise_scaled_mm
 from tests.helpers import bf16, compiled, randn
 
@@ -123,6 +126,91 @@ def test_one_module_used_three_times(recipe):
 
     torch.manual_seed(0)
     assert_bitwise(Repeated(), recipe, (2, 16, 64))
+
+
+def product(x: Tensor, w: Tensor, recipe: str) -> Tensor:
+    """torchao's ``x @ w`` for [m, k] and [k, n], sizes zero-padded to multiples of 16 and the result sliced."""
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    layer = torchao_of(nn.Linear(16, 16), recipe)
+    (m, k), n = x.shape, w.shape[1]
+    x, w = F.pad(x, (0, -k % 16, 0, -m % 16)), F.pad(w, (0, -n % 16, 0, -k % 16))
+    return matmul_with_hp_or_float8_args.apply(x, w, layer.linear_mm_config, layer.config)[:m, :n]
+
+
+#: name -> shapes of the inputs, the operator, and what it is with ``product`` as its matmul
+OPERATORS = {
+    # alpha and beta are powers of two: a gradient has the same bits multiplied by them before or after
+    # it is cast or summed
+    "addmm": (
+        ((48,), (32, 64), (64, 48)),
+        lambda b, x, w: torch.addmm(b, x, w, alpha=0.5, beta=2),
+        lambda b, x, w, mm: mm(x, w) * 0.5 + b * 2,
+    ),
+    "addmm of a transposed weight": (
+        ((48,), (32, 64), (48, 64)),
+        lambda b, x, w: torch.addmm(b, x, w.t(), beta=4),
+        lambda b, x, w, mm: mm(x, w.t()) + b * 4,
+    ),
+    "einsum": (
+        ((2, 16, 64), (48, 64)),
+        lambda x, w: torch.einsum("bsk,nk->bsn", x, w),
+        lambda x, w, mm: mm(x.reshape(32, 64), w.t()).reshape(2, 16, 48),
+    ),
+    "einsum over heads": (
+        ((2, 16, 4, 32), (4, 32, 48)),
+        lambda x, w: torch.einsum("bshd,hdn->bsn", x, w),
+        lambda x, w, mm: mm(x.reshape(32, 128), w.reshape(128, 48)).reshape(2, 16, 48),
+    ),
+    "Conv1D": (
+        ((2, 16, 64), (64, 48), (48,)),
+        lambda x, w, b: torch.addmm(b, x.view(-1, 64), w).view(2, 16, 48),
+        lambda x, w, b, mm: (mm(x.reshape(32, 64), w) + b).reshape(2, 16, 48),
+    ),
+    "odd K": (((32, 30), (48, 30)), F.linear, lambda x, w, mm: mm(x, w.t())),
+    "odd N": (((32, 64), (20, 64)), F.linear, lambda x, w, mm: mm(x, w.t())),
+    "odd M, K and N": (
+        ((5, 30), (20, 30), (20,)),
+        F.linear,
+        lambda x, w, b, mm: mm(x, w.t()) + b,
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", PARAMS)
+def test_other_ways_to_write_a_layer(recipe):
+    """All in one graph: results, and the gradients of all inputs."""
+    inputs = [[randn(*s, seed=i) for i, s in enumerate(shapes)] for shapes, _, _ in OPERATORS.values()]
+
+    def layers(inputs):
+        return [f(*args) for args, (_, f, _) in zip(inputs, OPERATORS.values(), strict=True)]
+
+    def reference(inputs):
+        def mm(x, w):
+            return product(x, w, recipe)
+
+        return [r(*args, mm) for args, (_, _, r) in zip(inputs, OPERATORS.values(), strict=True)]
+
+    def results(call):
+        own = [[x.detach().clone().requires_grad_() for x in args] for args in inputs]
+        ys = call(own)
+        torch.autograd.backward(ys, [randn(*y.shape, grad=False, seed=7) for y in ys])
+        return [[y.detach(), *(x.grad for x in args)] for y, args in zip(ys, own, strict=True)]
+
+    with recording() as reports:
+        actual = results(compiled(layers, recipe=recipe, pad="auto"))
+    assert reports[0].reasons.keys() <= {KEPT_BY_RECIPE}
+    for name, wants, gots in zip(OPERATORS, results(reference), actual, strict=True):
+        for index, (want, got) in enumerate(zip(wants, gots, strict=True)):
+            assert torch.equal(want, got), f"{name}, {'gradient of input' if index else 'result'} {index}"
+
+
+@pytest.mark.parametrize("recipe", PARAMS)
+def test_addmm_multiplies_the_rounded_product(recipe):
+    """By an alpha that is no power of two, and its bias by such a beta."""
+    b, x, w = (randn(*s, grad=False, seed=i) for i, s in enumerate([(48,), (32, 64), (64, 48)]))
+    got = compiled(lambda: torch.addmm(b, x, w, alpha=0.3, beta=0.7), recipe=recipe)()
+    assert torch.equal(got, product(x, w, recipe) * 0.3 + b * 0.7)
 
 
 @needs_rowwise
