@@ -17,6 +17,7 @@ FP8 = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3
 HIGH = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 slow = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
@@ -102,6 +103,64 @@ def assert_product(got, left, right, bias=None):
     )
     rounding = 2**-7 * (got.detach().double().abs() + (0 if bias is None else bias.detach().double().abs()))
     assert (error <= 0.2 * magnitude + step + rounding).all()
+
+
+@st.composite
+def inputs(draw, rows: int, columns: int, seed: int):
+    """A parameter or an activation, of any strides a model may give it."""
+    layout = draw(st.sampled_from(["contiguous", "strided", "transposed", "expanded"]))
+    x = randn(rows * 2, columns * 2, grad=False, seed=seed)
+    if layout == "contiguous":
+        x = x[:rows, :columns].contiguous()
+    elif layout == "strided":
+        x = x[::2, ::2]
+    elif layout == "transposed":
+        x = randn(columns, rows, grad=False, seed=seed).t()
+    else:
+        x = x[:1, :columns].expand(rows, columns)
+    assert x.shape == (rows, columns)
+    return x.requires_grad_()
+
+
+@st.composite
+def gates(draw):
+    """Input and weights of two layers that read one input, as in a gated MLP, of [m, k] and [n, k]."""
+    m, k, n_gate, n_up = (draw(SIZES) for _ in range(4))
+    return draw(inputs(m, k, 1)), draw(inputs(n_gate, k, 2)), draw(inputs(n_up, k, 3))
+
+
+@few
+@given(
+    tensors=gates(),
+    options=st.fixed_dictionaries(
+        {
+            "recipe": st.sampled_from(sorted(PRESETS)),
+            "pad": st.sampled_from(["auto", "never"]),
+            "merge": st.sampled_from(["auto", "never"]),
+            "save": st.sampled_from(["lean", "fast"]),
+            "dynamic": st.sampled_from([False, True, None]),
+            "target": st.sampled_from([None, "h100"]),  # a CPU merges nothing
+        }
+    ),
+)
+def test_any_options_and_strides_stay_close(tensors, options):
+    """Two layers of one input: no option and no layout changes what they compute."""
+    x, gate, up = tensors
+    with recording() as reports:
+        ys = compiled(lambda x, gate, up: (F.linear(x, gate), F.linear(x, up)), **options)(x, gate, up)
+        grads = [randn(*y.shape, grad=False, seed=4 + i) for i, y in enumerate(ys)]
+        torch.autograd.backward(ys, grads)
+    skipped = {d.reason for d in reports[0].decisions if not d.converted}
+    allowed = {"kept in high precision by the recipe"}
+    if 1 in (*x.shape, *gate.shape, *up.shape):  # as above
+        allowed.add("no forward matmul it is the gradient of")
+    if options["pad"] == "never":
+        allowed.add("not a multiple of 16")
+    assert skipped <= allowed, skipped
+    for y, grad, w in zip(ys, grads, (gate, up), strict=True):
+        assert_product(y, x, w.t())
+        assert_product(w.grad, grad.t(), x)
+    assert_product(x.grad, torch.cat(grads, 1), torch.cat([gate, up]))
 
 
 @quick

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import f8fx
 from f8fx import ops
-from f8fx.passes import Pipeline, check
+from f8fx.passes import Pipeline, check, describe
 from f8fx.passes.check import CheckError, signature
-from tests.helpers import joint_graphs, randn
+from tests.helpers import Block, bf16, compiled, joint_graphs, randn
 
 
 def broken(damage):
@@ -100,15 +103,68 @@ def test_an_input_that_another_pass_changed():
     assert "damage" in broken(damage)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def host_waits(graph):
+    """The operators of a graph that bring a value to the host."""
+    names = {str(node.target) for node in graph.nodes}
+    return {n for n in names if "item" in n.split(".") or "nonzero" in n or "local_scalar" in n}
+
+
+def rewritten(monkeypatch, fn, *args, grad=True, **options):
+    """Text of what the passes make of each graph of a call; asserts that nothing in it makes the host wait."""
+    plain, texts = Pipeline.__call__, []
+
+    def call(self, graph, *rest):
+        assert not host_waits(graph)
+        report = plain(self, graph, *rest)
+        assert report.converted and not host_waits(graph)
+        texts.append(describe(graph))
+        return report
+
+    monkeypatch.setattr(Pipeline, "__call__", call)
+    with torch.set_grad_enabled(grad):
+        compiled(fn, **options)(*args)
+    return texts
+
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def test_what_makes_the_host_wait_is_known():
+    graph = make_fx(lambda x: (x.sum().item(), x.nonzero()), tracing_mode="symbolic")(torch.ones(3)).graph
+    assert len(host_waits(graph)) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("m", [16, 5])
-def test_no_pass_makes_the_host_wait(recipe, m):
+def test_no_pass_makes_the_host_wait(monkeypatch, recipe, m):
     """`item`, `nonzero` and `_local_scalar_dense` never appear in a rewritten graph."""
-    options = f8fx.Options.parse({"select": "all", "recipe": recipe})
+    assert rewritten(monkeypatch, F.linear, randn(m, 30), randn(20, 30), recipe=recipe)
 
-    def transform(graph):
-        Pipeline(options.recipe, options.policy(), debug=True)(graph)
-        names = {str(node.target) for node in graph.nodes}
-        assert not [n for n in names if "item" in n.split(".") or "nonzero" in n or "local_scalar" in n]
 
-    joint_graphs(F.linear, randn(m, 30), randn(20, 30), transform=transform)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("save", ["lean", "fast"])
+def test_no_merge_makes_the_host_wait(monkeypatch, recipe, save):
+    """Gate and up as one matmul."""
+    model = Block(64, 96).to(bf16)
+    (text,) = rewritten(monkeypatch, model, randn(32, 64), recipe=recipe, target="h100", save=save)
+    assert "f8fx.concat(" in text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("pad", ["auto", "never"])
+def test_no_dynamic_size_makes_the_host_wait(monkeypatch, recipe, pad):
+    """Padding of M by an amount that is known when the graph runs, or none of it."""
+    k, n = (30, 20) if pad == "auto" else (32, 48)
+    layer = torch.nn.Linear(k, n, dtype=bf16)
+    (text,) = rewritten(monkeypatch, layer, randn(24, k), recipe=recipe, dynamic=True, pad=pad)
+    assert re.search(rf"bf16\[s\d+,{k}\]", text), text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_cached_weight_makes_the_host_wait(monkeypatch, recipe):
+    """The inference graph, which takes float8 copies and scales as inputs."""
+    model = torch.nn.Linear(30, 20, dtype=bf16)
+    texts = rewritten(
+        monkeypatch, model, randn(16, 30, grad=False), recipe=recipe, grad=False, weights="cached"
+    )
+    assert "e4m3[32,32]" in texts[-1] and texts[-1].count("f8fx.quantize(") == 1
