@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._inductor import list_mode_options
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
@@ -287,23 +288,21 @@ def test_a_tested_version_is_not_warned_of(monkeypatch):
 # -- Inductor's modes
 
 
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("max-autotune-no-cudagraphs", {"max_autotune": True, "coordinate_descent_tuning": True}),
-        ("reduce-overhead", {"triton.cudagraphs": True}),
-        ("max-autotune-no-cudagraphs+rowwise", {"max_autotune": True, "coordinate_descent_tuning": True}),
-        (None, {}),
-    ],
-)
-def test_a_mode_is_handed_to_inductor_and_runs(monkeypatch, mode, options):
+MODES = ("max-autotune-no-cudagraphs", "reduce-overhead")
+
+
+@pytest.mark.parametrize("mode", [*MODES, "max-autotune-no-cudagraphs+rowwise", None])
+def test_a_mode_is_handed_to_inductor_and_runs(monkeypatch, mode):
     """Forward and backward are compiled under it, and nothing afterwards. No float8: no kernels to compile."""
+    stands_for = {each: list_mode_options(each) for each in MODES}
+    options = stands_for[mode.partition("+")[0]] if mode else {}
+    assert bool(options) == bool(mode)
     config, seen = inductor_config(), []
     plain = GraphLowering.run
 
     def settings():
         values = config.get_config_copy()
-        return {key: values[key] for key in WATCHED}
+        return {key: values[key] for each in MODES for key in stands_for[each]}
 
     def run(self, *args):
         seen.append(settings())
@@ -321,9 +320,6 @@ def test_a_mode_is_handed_to_inductor_and_runs(monkeypatch, mode, options):
     assert settings() == before
     assert torch.equal(y, F.linear(x, w)) and x.grad is not None and w.grad is not None
     assert [r.recipe for r in reports] == ["rowwise" if "rowwise" in str(mode) else "tensorwise"]
-
-
-WATCHED = ("max_autotune", "coordinate_descent_tuning", "triton.cudagraphs")
 
 
 # -- installation
