@@ -30,7 +30,7 @@ from f8fx.recipe import Role
 from . import common, shapes
 from .common import Grid, Row, console, show
 from .shapes import GemmShape
-from .timing import Step, interleaved
+from .timing import Step, in_a_row, interleaved
 from .variants import one_line
 
 NAME = "ceilings"
@@ -70,7 +70,7 @@ def _calls(gemm: GemmShape, version: str, device: torch.device, sets: int) -> li
     run: Any = torch.mm
     if version != "bf16":
         fast = version.endswith("fast")
-        run = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        run = functools.partial(torch.ops.aten._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return [functools.partial(run, *_operands(gemm, version, device)) for _ in range(sets)]
 
 
@@ -99,7 +99,7 @@ def measure_gemm(
             errors[version] = one_line(error)
             continue
         calls[version] = found
-    steps = {name: functools.partial(_in_a_row, found) for name, found in calls.items()}
+    steps = {name: functools.partial(in_a_row, found) for name, found in calls.items()}
     timings = interleaved(steps, place, seconds) if steps else {}
     ms = {name: timing.ms / sets for name, timing in timings.items()}
     return {
@@ -110,11 +110,6 @@ def measure_gemm(
         "errors": errors,
         "clocks": common.clocks(),
     }
-
-
-def _in_a_row(calls: list[Step]) -> None:
-    for call in calls:
-        call()
 
 
 # -- the others -----------------------------------------------------------------------------------
@@ -131,7 +126,7 @@ def measure_copy(mib: int, device: str = "cuda", seconds: float = 0.4) -> Row:
         "copy": [functools.partial(target.copy_, source) for target, source in pairs],
         "elementwise": [functools.partial(torch.neg, source, out=target) for target, source in pairs],
     }
-    steps = {name: functools.partial(_in_a_row, found) for name, found in calls.items()}
+    steps = {name: functools.partial(in_a_row, found) for name, found in calls.items()}
     timings = interleaved(steps, torch.device(device), seconds)
     moved = 2 * 2 * (mib << 20)  # read and written, two calls
     return {

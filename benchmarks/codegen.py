@@ -6,7 +6,8 @@ the device. Nothing is compiled or run. What comes out is the list of kernels wi
 to move at least: tensors read once, tensors written once; and what the generated code moves beyond that
 (:mod:`benchmarks.rereads`).
 
-Private interfaces of torch 2.11, 2.13 and 2.15, used here for measuring and testing only, never by f8fx.
+Private interfaces of torch 2.11, 2.13 and 2.15, used here for measuring and testing only, never by f8fx: what stands in
+for a device goes deeper into Inductor than :mod:`f8fx.torch_private`, and no other file may.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import fx
 
 from f8fx import executor, lowerings
 from f8fx.options import Options
-from f8fx.torch_private import combine_by_kind, fake_tensor_mode
+from f8fx.torch_private import combine_by_kind, fake_tensor_mode, storage_key
 from f8fx.tuning import tuning
 
 from .rereads import L2_BYTES, PROCESSORS, Tensor, reread_bytes, strided_bytes
@@ -166,7 +167,7 @@ def halves(
         saved = saved_bytes(found[0], len(output.args[0]), parameters)
         return gm.forward
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.compile(model, backend=backend, fullgraph=True)(*args)
     return found, saved
 
@@ -181,18 +182,14 @@ def saved_bytes(forward: fx.GraphModule, outputs: int, parameters: Sequence[int]
     """
     inputs = forward.graph.find_nodes(op="placeholder")
     (output,) = forward.graph.find_nodes(op="output")
-    free = {_storage(inputs[index].meta["val"]) for index in parameters}
+    free = {storage_key(inputs[index].meta["val"]) for index in parameters}
     values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in output.args[0]]
-    free |= {_storage(value) for value in values[:outputs] if isinstance(value, torch.Tensor)}
+    free |= {storage_key(value) for value in values[:outputs] if isinstance(value, torch.Tensor)}
     kept = {}
     for value in values[outputs:]:
-        if isinstance(value, torch.Tensor) and _storage(value) not in free:
-            kept[_storage(value)] = value.untyped_storage().nbytes()
+        if isinstance(value, torch.Tensor) and storage_key(value) not in free:
+            kept[storage_key(value)] = value.untyped_storage().nbytes()
     return sum(kept.values())
-
-
-def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
 
 
 def generate(half: fx.GraphModule, is_backward: bool) -> Generated:

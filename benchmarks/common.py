@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import f8fx
+from f8fx.doctor import version_of
 from f8fx.hardware import of_device
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,14 +56,6 @@ def why_no_gpu() -> str | None:
     if not of_device(device).float8_tensor_cores:
         return f"{torch.cuda.get_device_name(device)} has no float8 tensor cores, so there is nothing to measure."
     return None
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def commit() -> tuple[str, bool | None]:

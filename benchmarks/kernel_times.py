@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 
+from f8fx.torch_private import inductor_config
+
 from . import ceilings, common, floor, variants
 from .codegen import Lowered, watched
 from .common import Grid, Row, console, show
 from .llama_block import SEQ, block_of
 from .shapes import GemmShape
 from .timeline import Launch, idle_us, launches, traced
-from .timing import interleaved, sustained
+from .timing import interleaved, sustained, synchronize
 
 NAME = "kernel_times"
 CASE = ("model", "recipe", "version")
@@ -192,13 +194,11 @@ def measure(
     machine: Machine | None = None,
 ) -> Row:
     """Compiles a version, times it, profiles it, and compares every kernel with its floor."""
-    from torch._inductor import config
-
     block, x, grad = block_of(model, device, seq)
     smoke = x.device.type == "cpu"
     torch.compiler.reset()
     # without caches, since what was generated is to be counted
-    with config.patch(force_disable_caches=True), watched() as lowered:
+    with inductor_config().patch(force_disable_caches=True), watched() as lowered:
         variant = variants.build(version, block, x, grad, recipe, smoke)
     steps = {version: variant.step}
     timing = interleaved(steps, x.device, seconds)[version]
@@ -210,10 +210,10 @@ def measure(
         for _ in range(count):
             with torch.profiler.record_function(PHASES[0]):
                 output = variant.model(x)
-                _synchronize(x.device)
+                synchronize(x.device)
             with torch.profiler.record_function(PHASES[1]):
                 torch.autograd.grad(output, [x, *variant.parameters], grad)
-                _synchronize(x.device)
+                synchronize(x.device)
 
     traced(variant.step, x.device)  # the profiler's own start
     ran = launches(traced(profiled, x.device), PHASES, on_cpu=smoke)
@@ -236,11 +236,6 @@ def measure(
         "errors": {},
         "clocks": common.clocks(),
     }
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def cases(quick: bool) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from f8fx.torch_private import jit_function
 
 from . import common
 from .common import Grid, Row, console, show
-from .timing import interleaved
+from .timing import in_a_row, interleaved
 from .variants import one_line
 
 NAME = "kernels"
@@ -209,7 +209,7 @@ def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5, device: 
             continue
         exact[name] = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         versions[name] = calls
-    steps = {name: functools.partial(_in_a_row, calls) for name, calls in versions.items()}
+    steps = {name: functools.partial(in_a_row, calls) for name, calls in versions.items()}
     timings = interleaved(steps, xs[0].device, seconds)
     moved = xs[0].numel() * (xs[0].element_size() + copies)
     gb_s = {
@@ -225,11 +225,6 @@ def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5, device: 
         "errors": errors,
         "clocks": common.clocks(),
     }
-
-
-def _in_a_row(calls: Sequence[Version]) -> None:
-    for call in calls:
-        call()
 
 
 def _wanted(x: Tensor, kernel: str) -> Any:

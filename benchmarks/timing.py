@@ -15,11 +15,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from f8fx.torch_private import busy_wait
 
 Step = Callable[[], Any]
 
@@ -93,11 +95,11 @@ def sustained(steps: Mapping[str, Step], device: torch.device, seconds: float = 
     """
 
     def stretch(step: Step, count: int) -> float:
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(count):
             step()
-        _synchronize(device)
+        synchronize(device)
         return (time.perf_counter() - start) / count
 
     rounds = 5 if seconds else 1
@@ -112,7 +114,14 @@ def sustained(steps: Mapping[str, Step], device: torch.device, seconds: float = 
     return {name: sorted(found)[len(found) // 2] * 1e3 for name, found in samples.items()}
 
 
-def _synchronize(device: torch.device) -> None:
+def in_a_row(calls: Sequence[Step]) -> None:
+    """Makes the calls, one after the other."""
+    for call in calls:
+        call()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what a CUDA device has been given to do; on others all is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -162,9 +171,9 @@ class _Events:
 
     def prepare(self, host_seconds: float) -> None:
         probe = 1_000_000
-        self._sleep(probe)  # the first launch loads the kernel
+        busy_wait(probe)  # the first launch loads the kernel
         # the fastest: clocks may still be on their way up from idle
-        milliseconds = min(self._between(lambda: self._sleep(probe)) for _ in range(3))
+        milliseconds = min(self._between(lambda: busy_wait(probe)) for _ in range(3))
         wanted = 1.5e3 * host_seconds + 0.2
         # a step that needs the device's answers cannot be enqueued ahead; the limit keeps that short
         self.cycles = int(probe * min(wanted, 200.0) / milliseconds)
@@ -172,11 +181,8 @@ class _Events:
     def milliseconds(self, step: Step) -> float:
         torch.cuda.synchronize(self.device)
         self.buffer.zero_()
-        self._sleep(self.cycles)
+        busy_wait(self.cycles)
         return self._between(step)
-
-    def _sleep(self, cycles: int) -> None:
-        torch.cuda._sleep(cycles)  # busy-waits on the stream; what torch's own tests use
 
     def _between(self, step: Step) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from f8fx.doctor import version_of
 from f8fx.recipe import PRESETS
 
 from . import floor
 from .blocks import block
 from .codegen import generate, h100, halves
-from .common import Grid, version_of
+from .common import Grid
 from .floor import Save
 
 MODELS = ("llama", "mlp", "norm_linear")

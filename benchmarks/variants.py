@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from f8fx.backend import f8fx
 from f8fx.report import GraphReport, recording
+from f8fx.torch_private import inductor_cache_hits
 
 from .timing import Timing, interleaved
 
@@ -100,21 +101,14 @@ def build(
     )
     variant = Variant(compiled, list(module.parameters()), x, grad)
     variant.cuda_graphs = bool(inductor.get("triton.cudagraphs"))
-    hits, start = _cache_hits(), time.perf_counter()
+    hits, start = inductor_cache_hits(), time.perf_counter()
     with recording() as variant.reports:
         variant.step()
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     variant.compile_s = time.perf_counter() - start
-    variant.cached = _cache_hits() > hits
+    variant.cached = inductor_cache_hits() > hits
     return variant
-
-
-def _cache_hits() -> int:
-    from torch._dynamo.utils import counters
-
-    found = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
-    return sum(found)
 
 
 def to_torchao(module: nn.Module, recipe: str) -> nn.Module:

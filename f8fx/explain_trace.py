@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .parallelized import dtensor_like, is_dtensor
 from .partition import Partitioner
@@ -36,10 +35,14 @@ from .torch_private import (
     boxed,
     decompositions,
     fake_tensor_mode,
+    is_collective,
     is_fake,
     min_cut_partition,
+    opens_autocast,
     size_hint,
     storage_key,
+    tree_leaves,
+    tree_map,
     unnoticed_by_dynamo,
 )
 from .wire import Call, calls_of
@@ -325,7 +328,7 @@ def communicated_bytes(graph: fx.Graph) -> int:
     """Bytes in a graph's collectives: of each, its input or its output, whichever is larger."""
     total = 0
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") != "_c10d_functional" or "wait" in str(node.target):
+        if not is_collective(node) or "wait" in str(node.target):
             continue
         sent = sum(_nbytes(value) for source in node.all_input_nodes for value in _values(source))
         total += max(sent, sum(map(_nbytes, _values(node))))
@@ -348,7 +351,7 @@ def _as_on_target(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             node.target = _attention
-        elif node.target is torch.amp.autocast_mode._enter_autocast and node.args[0] == "cuda":
+        elif opens_autocast(node) and node.args[0] == "cuda":
             dtype = node.args[1] if len(node.args) > 1 else None
             node.args = ("cpu", dtype or torch.get_autocast_dtype("cuda"), *node.args[2:])
     gm.recompile()

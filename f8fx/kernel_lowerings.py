@@ -13,7 +13,7 @@ import torch
 
 from . import canary, ops
 from .kernels import computed_amaxes, launch, row_cast_columns
-from .torch_private import Lowering, as_strided_keeps_offsets, expressions, jit_function
+from .torch_private import EXPRESSION_IMPORTS, Lowering, as_strided_keeps_offsets, expressions, jit_function
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def _computed_amaxes(table: Lowering, x: Any, others: Sequence[Any]) -> list[Any
     rows, columns = shape
     amaxes = table.zeros((kernel.length(rows, columns, len(values)),), torch.int32, x)
     inputs = {f"in{index}": value for index, value in enumerate(written.inputs)}
-    text = kernel.source(len(inputs), written.lines, written.results, len(parts))
+    text = kernel.source(len(inputs), written.lines, written.results, len(parts), EXPRESSION_IMPORTS)
     table.launched(
         jit_function(text, kernel.NAME),
         kernel.programs(rows, columns),

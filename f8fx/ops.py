@@ -170,22 +170,27 @@ def _round_up(size: int | SymInt, multiple: int) -> int | SymInt:
     return (size + multiple - 1) // multiple * multiple if multiple > 1 else size
 
 
+def _check_2d(operator: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dim() != 2:
+            raise RuntimeError(f"f8fx.{operator} takes 2-D tensors, got shape {tuple(tensor.shape)}")
+
+
 def _fake_float8(x: Tensor, dtype: torch.dtype, transpose: bool, align: Sequence[int]) -> Tensor:
-    torch._check(x.dim() == 2, lambda: f"f8fx.quantize takes a 2-D tensor, got shape {tuple(x.shape)}")
+    _check_2d("quantize", x)
     rows, columns = (x.shape[1], x.shape[0]) if transpose else (x.shape[0], x.shape[1])
     return x.new_empty((_round_up(rows, align[0]), _round_up(columns, align[1])), dtype=dtype)
 
 
 @torch.library.register_fake("f8fx::amax", lib=_LIB)
 def _(x, dim=None):
-    torch._check(x.dim() == 2, lambda: f"f8fx.amax takes a 2-D tensor, got shape {tuple(x.shape)}")
+    _check_2d("amax", x)
     return x.new_empty(() if dim is None else (x.shape[1 - dim],), dtype=torch.float32)
 
 
 @torch.library.register_fake("f8fx::amax_both", lib=_LIB)
 def _(x, others):
-    ranks = {tensor.dim() for tensor in (x, *others)}
-    torch._check(ranks == {2}, lambda: f"f8fx.amax_both takes 2-D tensors, got ranks {ranks}")
+    _check_2d("amax_both", x, *others)
     sizes = [*x.shape, *(other.shape[1] for other in others)]
     return [x.new_empty((size,), dtype=torch.float32) for size in sizes]
 
@@ -250,7 +255,7 @@ def _(x):
 @torch.library.register_fake("f8fx::concat", lib=_LIB)
 def _(tensors, dim):
     first = tensors[0]
-    torch._check(first.dim() == 2, lambda: f"f8fx.concat takes 2-D tensors, got shape {tuple(first.shape)}")
+    _check_2d("concat", first)
     sizes = list(first.shape)
     for tensor in tensors[1:]:
         sizes[dim] = sizes[dim] + tensor.shape[dim]

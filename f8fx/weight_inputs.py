@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from . import weights
 from .passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
-from .torch_private import detect_fake_mode, is_fake, mark_as_dynamo_graph
+from .torch_private import detect_fake_mode, is_fake, mark_as_dynamo_graph, mark_as_dynamo_input
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -60,9 +60,8 @@ def extended(
             with fake_mode:
                 value = torch.empty(shape_of(weight, form), dtype=dtype_of(form), device=device)
             last.meta["example_value"] = value
-            # in inference its address stays, and CUDA graphs need not copy it
-            last.meta["tensor_dict"] = {} if training else {"_dynamo_static_input_type": "unguarded"}
-            last._dynamo_source = None
+            # in inference its address stays
+            mark_as_dynamo_input(last, is_static=not training)
             examples.append(value)
     result.recompile()
     return result, examples

@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import ops
 from .parameter_data import Installation, version_probe, with_version_of
 from .passes.reuse import CastFormat, ScaleFormat
-from .torch_private import managed_by_fsdp, storage_key
+from .torch_private import managed_by_fsdp, storage_key, version_counter
 
 Format = ScaleFormat | CastFormat
 
@@ -265,11 +265,11 @@ class _Watch:
         if parameter.is_inference():
             return None
         return (
-            parameter._version,
+            version_counter(parameter),
             parameter.data_ptr(),
             self.changes,
-            -1 if self.alias is None else self.alias._version,
-            -1 if self.source is None else self.source._version,
+            -1 if self.alias is None else version_counter(self.alias),
+            -1 if self.source is None else version_counter(self.source),
             (_STEPS + _RUNS if inference else _STEPS) if parameter.requires_grad else -1,
         )
 

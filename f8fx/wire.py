@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from .interconnect import Interconnect
-from .torch_private import process_group, size_hint
+from .torch_private import is_collective, process_group, size_hint
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -157,7 +157,7 @@ def calls_of(graph: fx.Graph, backward: bool) -> list[Call]:
     found: list[Call] = []
     for node in graph.nodes:
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
-        if getattr(node.target, "namespace", "") != "_c10d_functional" or name not in _OPS:
+        if not is_collective(node) or name not in _OPS:
             continue
         group = process_group(node.args[-1])
         if group is None:

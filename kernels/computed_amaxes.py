@@ -28,14 +28,10 @@ WARPS = (4, 8)
 #: by side. **Not measured yet: to be tuned on a GPU.**
 _ROWS, _STEP, _BLOCK = 64, 8, 256
 
-_HEADER = """\
-import triton
-import triton.language as tl
-from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
-"""
 
-
-def source(inputs: int, lines: Sequence[str], results: Sequence[str], side_by_side: int) -> str:
+def source(
+    inputs: int, lines: Sequence[str], results: Sequence[str], side_by_side: int, imports: str = ""
+) -> str:
     """The text of a module with the kernel in it.
 
     Args:
@@ -44,6 +40,7 @@ def source(inputs: int, lines: Sequence[str], results: Sequence[str], side_by_si
             numbers ``n`` (a row); they read with the mask ``inside``.
         results: the names of the tensors in them, float32, each of the tile's shape.
         side_by_side: how many of them rows go through.
+        imports: statements that import what the lines need beside ``tl``.
     """
     arguments = ", ".join([*(f"in{index}" for index in range(inputs)), "amaxes"])
     tensors = range(len(results))
@@ -56,7 +53,10 @@ def source(inputs: int, lines: Sequence[str], results: Sequence[str], side_by_si
         both = f"tl.maximum({both}, bits{index})"
     return "\n".join(
         [
-            _HEADER,
+            "import triton",
+            "import triton.language as tl",
+            imports,
+            "",
             "",
             "@triton.jit",
             f"def {NAME}({arguments}, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, "

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from f8fx.torch_private import c10d
+
 from .operand import SAME_ORDER, shape_of
 from .rewrite import Inserter, Provenance
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 _VIEWS = SAME_ORDER
 

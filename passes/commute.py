@@ -16,13 +16,12 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
-from f8fx.torch_private import size_hint
+from f8fx.torch_private import c10d, size_hint
 
 from .gather import CASTS, FLOATS, Gathered, Reader, Step, is_padding, shard_axes
 from .operand import shape_of
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 #: What stands between an amax that this pass has reduced over ranks and its scale.
 _REDUCTION = frozenset(

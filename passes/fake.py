@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from f8fx.torch_private import detect_fake_mode, fake_like, is_fake
+from f8fx.torch_private import detect_fake_mode, fake_like, is_fake, schema_of
 
 
 def set_value(node: fx.Node) -> None:
@@ -100,7 +100,7 @@ def _layout_of(value: Any) -> _Layout | None:
 @lru_cache(maxsize=256)
 def _makes_one_tensor(target: Any) -> bool:
     """Whether an operator's only effect is one new tensor that shares memory with none of its inputs."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     if schema is None or schema.is_mutable or len(schema.returns) != 1:
         return False
     result = schema.returns[0]

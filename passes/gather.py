@@ -26,12 +26,12 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.torch_private import c10d
 
 from .operand import PERMUTES, SAME_ORDER, is_same, permutation, shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-c10d = torch.ops._c10d_functional
 
 all_gather = c10d.all_gather_into_tensor.default
 wait_tensor = c10d.wait_tensor.default

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.torch_private import c10d
 
 from .operand import base_of
 
@@ -23,7 +24,7 @@ _WRITTEN = frozenset(
         aten.bmm.default,
         aten._scaled_mm.default,
         ops.materialize,
-        torch.ops._c10d_functional.wait_tensor.default,
+        c10d.wait_tensor.default,
     )
 )
 _SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))

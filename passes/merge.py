@@ -45,6 +45,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.report import MergeDecision
+from f8fx.torch_private import is_operator
 
 from .choice import Choice, Convert, current, reading
 from .fake import set_value
@@ -337,7 +338,7 @@ def _refresh(node: fx.Node) -> None:
             continue
         before, value = _layout(user), user.meta["val"]
         try:
-            if not isinstance(user.target, torch._ops.OpOverload):
+            if not is_operator(user.target):
                 raise ValueError(f"{user.target} is no operator")
             set_value(user)
         except (RuntimeError, ValueError):

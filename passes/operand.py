@@ -19,6 +19,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from f8fx.torch_private import is_collective
+
 aten = torch.ops.aten
 
 #: Operators that keep the order of the elements, whatever shape they give.
@@ -182,4 +184,4 @@ def is_gathered(node: fx.Node) -> bool:
     """Whether a value is what came out of a collective, moved or cast."""
     while node.op == "call_function" and (node.target in MOVEMENTS or node.target in CASTS):
         node = node.all_input_nodes[0]
-    return node.op == "call_function" and getattr(node.target, "namespace", "").startswith("_c10d_functional")
+    return is_collective(node)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.torch_private import c10d
 
 from .find import backward_nodes
 from .gather import is_movement
@@ -23,7 +24,6 @@ from .operand import shape_of
 from .rewrite import Inserter
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 #: All bits of a float32 but its sign.
 _MAGNITUDE = 0x7FFFFFFF

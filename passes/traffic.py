@@ -11,16 +11,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from f8fx.report import Traffic
-from f8fx.torch_private import group_ranks
+from f8fx.torch_private import c10d, group_ranks
 
 from .describe import kind
 from .gather import all_gather
 
-all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_reduce = c10d.all_reduce.default
 
 #: Text of the collectives sent over each group.
 Sent = Mapping[Any, tuple[str, ...]]

@@ -60,9 +60,9 @@ def test_fake_and_real_agree_on_shape_and_strides(rows, columns, transposed_inpu
 
 
 def test_only_matrices_are_taken():
-    with pytest.raises(RuntimeError, match="takes a 2-D tensor"):
+    with pytest.raises(RuntimeError, match="takes 2-D tensors"):
         ops.amax(torch.ones(2, 3, 4, device="meta"), None)
-    with pytest.raises(RuntimeError, match="takes a 2-D tensor"):
+    with pytest.raises(RuntimeError, match="takes 2-D tensors"):
         ops.quantize(torch.ones(2, 3, 4, device="meta"), torch.ones((), device="meta"), dtype=fp8)
 
 

@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V
 
 from f8fx import kernel_lowerings
 from f8fx.kernels import computed_amaxes
-from f8fx.torch_private import Expressions, expressions
+from f8fx.torch_private import EXPRESSION_IMPORTS, Expressions, expressions
 from f8fx.torch_private.pointwise import _Unsupported, _Writer
 from tests.kernels.test_compile import TARGETS, Case, check_occupancy
 from tests.test_codegen import generated
@@ -167,7 +167,7 @@ def test_activation_functions(name, module):
 def test_the_kernel_of_a_gate_has_no_spills(capability, warps, gate_code, tmp_path):
     """As it is generated, with libdevice's functions in it."""
     (body,) = re.findall(r"@triton\.jit\ndef computed_amaxes_kernel\(.*?(?=^'{3})", gate_code, re.S | re.M)
-    text = computed_amaxes.source(0, [], ["x"], 1).partition("@triton.jit")[0] + body
+    text = computed_amaxes.source(0, [], ["x"], 1, EXPRESSION_IMPORTS).partition("@triton.jit")[0] + body
     pointers = {"in0": "bf16", "in1": "bf16", "amaxes": "i32"}
     constants = computed_amaxes.constants(ROWS, COLUMNS)
     compiled = Case(text, computed_amaxes.NAME, pointers, constants, warps).compile(capability)

@@ -17,7 +17,7 @@ from f8fx import hardware
 from f8fx.options import Options
 from f8fx.recipe import Recipe
 from f8fx.report import log
-from f8fx.torch_private import local_tensor, storage_key
+from f8fx.torch_private import local_tensor, pre_hooks, storage_key
 
 from .formats import Format, formats_of
 from .scales import BeginForward, EndForward, Mode, Scales, WeightScales
@@ -127,7 +127,7 @@ def precompute_scales(model: nn.Module) -> None:
     managers = {
         hook.scales
         for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
+        for hook in pre_hooks(module)
         if isinstance(hook, BeginForward)
     }
     if not managers:

@@ -49,6 +49,7 @@ from f8fx.torch_private import (
     local_tensor,
     move_pre_hook_first,
     reshards_after_forward,
+    version_counter,
 )
 
 from .amaxes import Reduced, amaxes, maximum, ranks
@@ -117,7 +118,7 @@ class WeightScales:
         compiled function advances where it writes to the shard.
         """
         own = self.shard()
-        outer = None if own is None else self._param._version
+        outer = None if own is None else version_counter(self._param)
         return outer, (shard if own is None else own).version()
 
     def changed(self) -> bool:

@@ -11,9 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from f8fx.torch_private import disabled_torch_function, in_backward, is_mutating, local_tensor, storage_key
+from f8fx.torch_private import (
+    disabled_torch_function,
+    in_backward,
+    is_mutating,
+    local_tensor,
+    storage_key,
+    tree_map,
+    tree_map_only,
+    version_counter,
+    wrapper_tensor,
+)
 
 from .formats import Layout
 from .weight import Float8Weight
@@ -75,7 +84,7 @@ class Float8Shard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Tensor, weight: WeightScales, changes: list[int] | None = None) -> Float8Shard:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = wrapper_tensor(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -121,12 +130,12 @@ class Float8Shard(torch.Tensor):
             wrappers.setdefault(id(value.plain), value)
             return value.plain
 
-        plain_args, plain_kwargs = pytree.tree_map(unwrap, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map(unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         if is_mutating(func):
             for wrapper in wrappers.values():
                 wrapper.changes[0] += 1
-            return pytree.tree_map(lambda value: wrappers.get(id(value), value), result)
+            return tree_map(lambda value: wrappers.get(id(value), value), result)
         if func not in _STAYS or not isinstance(args[0], Float8Shard):
             return result
         source = args[0]
@@ -135,11 +144,11 @@ class Float8Shard(torch.Tensor):
             is_view = storage_key(value) == storage_key(source.plain)
             return Float8Shard(value, source.weight, source.changes if is_view else None)
 
-        return pytree.tree_map_only(Tensor, wrap, result)
+        return tree_map_only(Tensor, wrap, result)
 
     def version(self) -> tuple[Any, ...]:
         """Differs from an earlier one if an operator may have changed the elements since."""
-        return self.changes[0], self.plain._version, storage_key(self.plain)
+        return self.changes[0], version_counter(self.plain), storage_key(self.plain)
 
     def check_device(self) -> None:
         """Raises where ``tensor.data = ...`` has moved the outside and left the inside."""

@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from f8fx import ops
-from f8fx.torch_private import disabled_torch_function, is_fake, is_mutating
+from f8fx.torch_private import (
+    disabled_torch_function,
+    is_fake,
+    is_mutating,
+    tree_leaves,
+    tree_map,
+    wrapper_tensor,
+)
 
 from .formats import Format
 
@@ -70,7 +76,7 @@ class Float8Weight(torch.Tensor):
         alternate: bool = False,
         content: list[int] | None = None,
     ) -> Float8Weight:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = wrapper_tensor(
             cls,
             data[0].size(),
             strides=data[0].stride(),
@@ -174,7 +180,7 @@ class Float8Weight(torch.Tensor):
                     weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
                 )
                 return func(like, *args[1:], **kwargs)
-        if is_mutating(func) and any(isinstance(a, Float8Weight) for a in pytree.tree_leaves(args[:1])):
+        if is_mutating(func) and any(isinstance(a, Float8Weight) for a in tree_leaves(args[:1])):
             raise RuntimeError(
                 f"f8fx.fsdp: {func} would change {_named(weight)}, which was gathered in float8; what is "
                 "gathered is a copy. Change the sharded parameter, outside of forward and backward"
@@ -186,7 +192,7 @@ class Float8Weight(torch.Tensor):
             _warn_if_eager(value, func)
             return value.dequantize_marked()
 
-        return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (

@@ -9,7 +9,9 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | --- | --- |
 | ``versions`` | which releases, and what differs between them |
 | ``tensors`` | fake tensors, symbolic sizes, operators |
-| ``distributed`` | process groups and their store |
+| ``trees`` | nested lists, tuples and dicts |
+| ``devices`` | GPUs |
+| ``distributed`` | collectives, process groups and their store |
 | ``fsdp`` | FSDP and DTensor |
 | ``dynamo`` | Dynamo |
 | ``aot`` | AOTAutograd and its partitioner |
@@ -28,18 +30,23 @@ from .aot import (
     eager_backward_lowering,
     min_cut_partition,
 )
+from .devices import busy_wait, is_present
 from .distributed import (
+    c10d,
     fake_store,
     group_backend,
     group_backends,
     group_rank,
     group_ranks,
+    is_collective,
     process_group,
     process_store,
     process_store_read,
 )
 from .dynamo import (
     mark_as_dynamo_graph,
+    mark_as_dynamo_input,
+    opens_autocast,
     unnoticed_by_dynamo,
     untraced,
 )
@@ -48,6 +55,7 @@ from .fsdp import (
     local_tensor,
     managed_by_fsdp,
     move_pre_hook_first,
+    pre_hooks,
     reshards_after_forward,
 )
 from .inductor import (
@@ -56,6 +64,7 @@ from .inductor import (
     compile_fx_module,
     express_min_max_as_where,
     inductor_cache_dir,
+    inductor_cache_hits,
     inductor_config,
     inductor_mode_options,
     inductor_modes,
@@ -67,7 +76,7 @@ from .lowering import (
     inductor_lowering,
 )
 from .patch import patched_attribute
-from .pointwise import Expressions, expressions, jit_function
+from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function
 from .scheduling import combine_by_kind
 from .tensors import (
     detect_fake_mode,
@@ -78,11 +87,15 @@ from .tensors import (
     infinity_norms,
     is_fake,
     is_mutating,
-    is_present,
+    is_operator,
+    schema_of,
     size_hint,
     statically_true,
     storage_key,
+    version_counter,
+    wrapper_tensor,
 )
+from .trees import tree_leaves, tree_map, tree_map_only
 from .versions import (
     SUPPORTED_TORCH,
     check_version,
@@ -90,6 +103,7 @@ from .versions import (
 )
 
 __all__ = [
+    "EXPRESSION_IMPORTS",
     "SUPPORTED_TORCH",
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -99,6 +113,8 @@ __all__ = [
     "aot_backend",
     "as_strided_keeps_offsets",
     "boxed",
+    "busy_wait",
+    "c10d",
     "check_version",
     "combine_by_kind",
     "compile_fx_module",
@@ -118,30 +134,42 @@ __all__ = [
     "group_ranks",
     "in_backward",
     "inductor_cache_dir",
+    "inductor_cache_hits",
     "inductor_config",
     "inductor_lowering",
     "inductor_mode_options",
     "inductor_modes",
     "infinity_norms",
+    "is_collective",
     "is_fake",
     "is_mutating",
+    "is_operator",
     "is_present",
     "jit_function",
     "joint_custom_pre_pass",
     "local_tensor",
     "managed_by_fsdp",
     "mark_as_dynamo_graph",
+    "mark_as_dynamo_input",
     "min_cut_partition",
     "move_pre_hook_first",
+    "opens_autocast",
     "patched_attribute",
+    "pre_hooks",
     "process_group",
     "process_store",
     "process_store_read",
     "reshards_after_forward",
+    "schema_of",
     "size_hint",
     "statically_true",
     "storage_key",
     "supports_rowwise_scaled_mm",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
     "unnoticed_by_dynamo",
     "untraced",
+    "version_counter",
+    "wrapper_tensor",
 ]

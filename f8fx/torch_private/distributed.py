@@ -1,4 +1,4 @@
-"""Process groups by the names that collectives in a graph have, and the store behind them."""
+"""Collectives in a graph, process groups by the names they have there, and the store behind them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 from torch import fx
+
+#: The collectives that stand in graphs, as operators.
+c10d = torch.ops._c10d_functional
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node calls a collective, or waits for one (``_c10d_functional``, ``_c10d_functional_autograd``)."""
+    return node.op == "call_function" and getattr(node.target, "namespace", "").startswith("_c10d_functional")
 
 
 def fake_store() -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
 from .patch import patched_attribute
@@ -58,6 +59,23 @@ def mark_as_dynamo_graph(copied: fx.GraphModule, original: fx.GraphModule) -> No
     for new, old in zip(copied.graph.nodes, original.graph.nodes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+
+
+def mark_as_dynamo_input(node: fx.Node, is_static: bool) -> None:
+    """Gives a placeholder added to a Dynamo graph what AOTAutograd reads in Dynamo's own.
+
+    ``_dynamo_source``; ``_dynamo_static_input_type`` in ``meta["tensor_dict"]``.
+
+    Args:
+        is_static: what it stands for keeps its address from call to call: CUDA graphs need not copy it.
+    """
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"} if is_static else {}
+    node._dynamo_source = None  # type: ignore[attr-defined]
+
+
+def opens_autocast(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph opens an autocast region (``autocast_mode._enter_autocast``)."""
+    return node.target is torch.amp.autocast_mode._enter_autocast
 
 
 def untraced() -> Any:

@@ -58,6 +58,11 @@ def reshards_after_forward(group: Any) -> bool | str | None:
     return "smaller" if group._use_post_forward_mesh else True
 
 
+def pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """A module's forward pre-hooks, in the order in which they run (``_forward_pre_hooks``)."""
+    return list(module._forward_pre_hooks.values())
+
+
 def move_pre_hook_first(module: Any, key: int) -> None:
     """Makes a forward pre-hook the first to run; ``key`` is its handle's ``id``."""
     module._forward_pre_hooks.move_to_end(key, last=False)

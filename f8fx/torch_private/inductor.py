@@ -59,6 +59,13 @@ def inductor_cache_dir() -> str:
     return cache_dir()
 
 
+def inductor_cache_hits() -> int:
+    """How many graphs this process has found in the caches of Inductor and AOTAutograd (``_dynamo.utils.counters``)."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
 def as_strided_keeps_offsets() -> bool:
     """Whether Inductor's ``as_strided`` of a view begins where the view does; torch 2.11's begins at its buffer."""
     major_minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

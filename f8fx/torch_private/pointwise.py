@@ -45,6 +45,8 @@ _EXPRESSIONS = {
     "truediv": "({0} / {1})",
     "where": "tl.where({0}, {1}, {2})",
 }
+#: What these need imported, beside ``tl``.
+EXPRESSION_IMPORTS = "from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

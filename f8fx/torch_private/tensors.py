@@ -62,6 +62,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def version_counter(tensor: torch.Tensor) -> int:
+    """Counts the operators that have written to a tensor's memory, as far as autograd sees them (``_version``)."""
+    return tensor._version
+
+
 def infinity_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Largest magnitudes of non-empty tensors, in their dtypes, by as few kernels as there can be."""
     return torch._foreach_norm(list(tensors), float("inf"))
@@ -72,6 +77,21 @@ def disabled_torch_function() -> Any:
     return torch._C._disabled_torch_function_impl
 
 
+def wrapper_tensor(cls: type, size: Sequence[int], **kwargs: Any) -> Any:
+    """A tensor of a subclass, without memory of its own (``torch.Tensor._make_wrapper_subclass``)."""
+    return torch.Tensor._make_wrapper_subclass(cls, size, **kwargs)  # type: ignore[attr-defined]
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a node's target is one overload of an operator (``torch._ops.OpOverload``)."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator (``OpOverload._schema``); ``None`` for other targets of nodes."""
+    return getattr(target, "_schema", None)
+
+
 def is_mutating(operator: Any) -> bool:
     """Whether an operator writes to one of its arguments (``OpOverload._schema``)."""
     return operator._schema.is_mutable
@@ -80,9 +100,3 @@ def is_mutating(operator: Any) -> bool:
 def in_backward() -> bool:
     """Whether this thread is running a backward (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def is_present(device: torch.device) -> bool:
-    """Whether a GPU is really there, not only in the shapes of fake tensors (``torch._C._cuda_getDeviceCount``)."""
-    count = getattr(torch._C, "_cuda_getDeviceCount", None)  # missing in builds for the CPU
-    return count is not None and count() > (device.index or 0)
