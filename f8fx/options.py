@@ -18,7 +18,7 @@ from .passes import Pipeline
 from .passes.collectives import Wire
 from .passes.select import FilterFn, Policy
 from .recipe import PRESETS, Recipe
-from .torch_private import inductor_config, inductor_mode_options, inductor_modes
+from .torch_private import inductor_config, inductor_mode_options, inductor_modes, inductor_option_type
 
 #: TorchTitan's name, in a skip list, for "leave out what is too small to gain".
 AUTO_FILTER = "auto_filter_small_kn"
@@ -215,12 +215,18 @@ def _inductor(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise OptionError(f"inductor must be a dict of Inductor options, got {value!r}")
     known = inductor_config().get_config_copy()
-    for key in value:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), list(known), n=3, cutoff=0.5)
+    checked: dict[str, Any] = {}
+    for key, given in value.items():
+        name = str(key).replace("-", "_")  # as torch.compile(options=...) has it
+        if name not in known:
+            near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise OptionError(f"unknown Inductor option {key!r}{hint}")
-    return dict(value)
+        wanted = inductor_option_type(name)
+        if wanted is not None and not isinstance(given, wanted):
+            raise OptionError(f"Inductor option {key!r} must be of type {wanted.__name__}, got {given!r}")
+        checked[name] = given
+    return checked
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
@@ -252,7 +258,7 @@ def _parse_mode(mode: str | None) -> tuple[Recipe | None, dict[str, Any]]:
         raise OptionError(f"mode must be a string, got {mode!r}")
     recipe: Recipe | None = None
     inductor_mode: str | None = None
-    for part in mode.split("+"):
+    for part in map(str.strip, mode.split("+")):
         if part in PRESETS:
             if recipe is not None:
                 raise OptionError(f"mode={mode!r} names two recipes")
@@ -262,6 +268,6 @@ def _parse_mode(mode: str | None) -> tuple[Recipe | None, dict[str, Any]]:
                 raise OptionError(f"mode={mode!r} names two Inductor modes")
             inductor_mode = part
         else:
-            raise OptionError(_unknown("mode", part, ["default", *inductor_modes(), *PRESETS]))
+            raise OptionError(_unknown("mode", part, {"default", *inductor_modes(), *PRESETS}))
     patches = inductor_mode_options(inductor_mode) if inductor_mode not in (None, "default") else {}
     return recipe, patches

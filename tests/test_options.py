@@ -9,6 +9,7 @@ from torch import nn
 import f8fx
 from f8fx import OptionError, Options, Recipe
 from f8fx.recipe import PRESETS
+from f8fx.torch_private import inductor_config, inductor_option_type
 from tests.helpers import bf16, compiled, randn
 
 
@@ -40,6 +41,12 @@ def test_defaults():
             {"inductor": {"max_autotun": True}},
             "unknown Inductor option 'max_autotun'; did you mean 'max_autotune'",
         ),
+        (
+            {"inductor": {"max_autotune": "yes please"}},
+            "Inductor option 'max_autotune' must be of type bool, got 'yes please'",
+        ),
+        ({"inductor": {"triton.cudagraphs": "no"}}, "'triton.cudagraphs' must be of type bool, got 'no'"),
+        ({"inductor": {"max-autotune": None}}, "'max-autotune' must be of type bool"),
         ({"filter_fqns": ["auto_filter_small_kn"], "select": "all"}, 'means select="auto"'),
     ],
 )
@@ -68,6 +75,7 @@ def test_mode_can_be_an_inductor_mode_a_recipe_or_both():
     both = Options.parse(None, "max-autotune+rowwise")
     assert both.recipe.name == "rowwise" and both.inductor["max_autotune"] is True
     assert Options.parse(None, "rowwise+max-autotune") == both
+    assert Options.parse(None, " max-autotune + rowwise") == both
     assert Options.parse(None, "reduce-overhead").inductor["triton.cudagraphs"] is True
     assert Options.parse(None, "default") == Options()
 
@@ -78,6 +86,7 @@ def test_mode_can_be_an_inductor_mode_a_recipe_or_both():
         ("rowise", "unknown mode 'rowise'; did you mean 'rowwise'"),
         ("rowwise+tensorwise", "names two recipes"),
         ("max-autotune+reduce-overhead", "names two Inductor modes"),
+        ("defualt", r"known: default, (?!.*default)"),
         (3, "mode must be a string"),
     ],
 )
@@ -95,6 +104,18 @@ def test_a_recipe_in_mode_and_options_must_agree():
 def test_explicit_inductor_options_win_over_the_mode():
     options = Options.parse({"inductor": {"max_autotune": False}}, "max-autotune")
     assert options.inductor["max_autotune"] is False
+
+
+def test_inductor_options_are_as_free_as_in_torch_compile():
+    """Dashes for underscores; a bool is an int; anything where several types are allowed."""
+    given = {"max-autotune": True, "max_fusion_size": True, "joint_custom_pre_pass": None}
+    parsed = Options.parse({"inductor": given}).inductor
+    assert parsed == {key.replace("-", "_"): value for key, value in given.items()}
+    stock = torch._TorchCompileInductorWrapper("default", given, False)
+    assert parsed == stock.config
+    for name, value in inductor_config().get_config_copy().items():
+        wanted = inductor_option_type(name)
+        assert wanted is None or isinstance(value, wanted)
 
 
 def test_own_recipe_is_used():

@@ -68,6 +68,7 @@ from .inductor import (
     inductor_config,
     inductor_mode_options,
     inductor_modes,
+    inductor_option_type,
     joint_custom_pre_pass,
 )
 from .lowering import (
@@ -139,6 +140,7 @@ __all__ = [
     "inductor_lowering",
     "inductor_mode_options",
     "inductor_modes",
+    "inductor_option_type",
     "infinity_norms",
     "is_collective",
     "is_fake",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import torch
 from torch import fx
@@ -45,6 +45,16 @@ def inductor_modes() -> tuple[str, ...]:
     from torch._inductor import list_mode_options
 
     return tuple(list_mode_options())
+
+
+def inductor_option_type(name: str) -> Any:
+    """What ``torch.compile(options=...)`` asks an option's value to be an instance of; ``None``: it takes any value.
+
+    As ``torch._TorchCompileInductorWrapper.apply_options`` checks it, but an annotation that is a string, which
+    ``isinstance`` refuses, is taken to allow any value.
+    """
+    annotated = inductor_config().get_type(name)
+    return annotated if isinstance(annotated, type) and get_origin(annotated) is None else None
 
 
 def joint_custom_pre_pass() -> Any:
