@@ -27,6 +27,7 @@ import torch
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
+    from torchao.float8.config import Float8LinearRecipeName
 
 Role = Literal["output", "grad_input", "grad_weight"]
 OperandKind = Literal["input", "weight", "grad_output"]
@@ -213,13 +214,24 @@ class Recipe:
         return PRESETS[name]
 
     @staticmethod
-    def from_torchao(config: Float8LinearConfig) -> Recipe:
-        """The recipe that means exactly what a torchao ``Float8LinearConfig`` means.
+    def from_torchao(config: Float8LinearConfig | Float8LinearRecipeName | str) -> Recipe:
+        """The recipe that means exactly what a torchao ``Float8LinearConfig``, or the name of one, means.
 
         Raises:
-            ValueError: for settings that no graph rewrite can honour (``emulate``,
+            ValueError: for an unknown name, and for settings that no graph rewrite can honour (``emulate``,
                 ``enable_fsdp_float8_all_gather``), saying what to use instead.
+            TypeError: for anything else.
         """
+        if isinstance(config, str):
+            return Recipe.named(config)
+        if not hasattr(config, "cast_config_input"):
+            name = getattr(config, "value", None)  # torchao's names are an enum of strings
+            if isinstance(name, str):
+                return Recipe.named(name)
+            raise TypeError(
+                "Recipe.from_torchao takes a torchao.float8.Float8LinearConfig or the name of its recipe, "
+                f"got {config!r}"
+            )
         if config.emulate:
             raise ValueError(
                 "Float8LinearConfig.emulate=True has no counterpart: on a device without float8 "

@@ -11,12 +11,22 @@ from f8fx import GemmSpec, QuantSpec, Recipe
 from f8fx.recipe import PRESETS, ROLE_OPERANDS, ROLES
 
 torchao = pytest.importorskip("torchao.float8")
+Float8LinearRecipeName = pytest.importorskip("torchao.float8.config").Float8LinearRecipeName
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_mean_what_torchao_means(name):
     config = torchao.Float8LinearConfig.from_recipe_name(name)
     assert Recipe.from_torchao(config) is PRESETS[name]
+    assert Recipe.from_torchao(name) is PRESETS[name]
+    assert Recipe.from_torchao(Float8LinearRecipeName(name)) is PRESETS[name]
+
+
+def test_from_torchao_says_what_it_takes():
+    with pytest.raises(ValueError, match="did you mean 'tensorwise'"):
+        Recipe.from_torchao("tensorwize")
+    with pytest.raises(TypeError, match="or the name of its recipe, got 3"):
+        Recipe.from_torchao(3)
 
 
 def test_eps_is_torchaos():
