@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -306,8 +307,17 @@ def _canonical(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
+def _runs(name: str) -> set[str]:
+    """The words of a name, and those that stand side by side joined: ``"rtx4090"`` of ``"GeForce RTX 4090"``."""
+    words = re.findall("[a-z0-9]+", name.lower())
+    return {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+
+
 def find(name: str) -> Hardware:
     """The accelerator of that name or alias; case, spaces and dashes do not matter.
+
+    A longer name that has one of them in it as words of its own will do, such as what
+    ``torch.cuda.get_device_name()`` gives: ``"NVIDIA H100 80GB HBM3"``.
 
     Raises:
         ValueError: for an unknown name, saying which is nearest.
@@ -316,6 +326,10 @@ def find(name: str) -> Hardware:
     known = {_canonical(n): hw for hw in HARDWARE.values() for n in (hw.name, *hw.aliases)}
     if wanted in known:
         return known[wanted]
+    # a word without a number names an architecture, and GPUs of one differ: RTX PRO 6000 Blackwell is no B200
+    inside = {run: known[run] for run in _runs(name) if run in known and any(c.isdigit() for c in run)}
+    if len({hw.name for hw in inside.values()}) == 1:
+        return next(iter(inside.values()))
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
     hint = f"; did you mean {known[near[0]].name!r}?" if near else ""
     raise ValueError(f"hardware must be one of {', '.join(map(repr, names()))}, got {name!r}{hint}")

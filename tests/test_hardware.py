@@ -26,6 +26,16 @@ def test_names() -> None:
         ("gfx942", "mi300x"),
         ("CPU", "cpu"),
         ("sm_120", "rtx5090"),
+        # as torch.cuda.get_device_name() gives them
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("h100-pcie", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("A100-SXM4-80GB", "a100"),
+        ("NVIDIA GH200 480GB", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X VF", "mi300x"),
+        ("gfx942:sramecc+:xnack-", "mi300x"),
     ],
 )
 def test_find(name: str, found: str) -> None:
@@ -37,6 +47,14 @@ def test_find_names_the_nearest() -> None:
         hardware.find("h10O")
     with pytest.raises(ValueError, match="hardware must be one of 'a100', 'l40s'"):
         hardware.find("")
+
+
+@pytest.mark.parametrize(
+    "name", ["H1000", "NVIDIA RTX PRO 6000 Blackwell", "H100 or B200", "NVIDIA L4", "ghost"]
+)
+def test_names_that_only_look_like_one_are_not_found(name: str) -> None:
+    with pytest.raises(ValueError, match="hardware must be one of"):
+        hardware.find(name)
 
 
 def test_aliases_are_unambiguous() -> None:
