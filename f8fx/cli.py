@@ -77,6 +77,11 @@ def _demo(args: argparse.Namespace) -> int:
             "Inductor needs a C++ compiler to compile for CPU and found none; install g++ or clang++, "
             "set CXX, or pass --executor eager"
         )
+    if not distributed.launched():
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out: cannot make the folder {str(args.out)!r}: {error.strerror}") from None
     if args.nproc is not None and not distributed.launched():
         return distributed.launch(args.argv, args.nproc)
     try:
@@ -101,6 +106,10 @@ def _explain(args: argparse.Namespace) -> int:
             World.parse(args.world)
         except ValueError as error:
             raise UsageError(f"--world: {error}") from None
+    for option in ("json", "html"):
+        path = getattr(args, option)
+        if path is not None and (option, path) != ("json", "-"):
+            _check_writable(f"--{option}", Path(path))
     function = _function(args.model)
     parallelize = _function(args.parallelize) if args.parallelize is not None else None
     if parallelize is not None and (args.world is None or World.parse(args.world).tp == 1):
@@ -111,12 +120,14 @@ def _explain(args: argparse.Namespace) -> int:
         traceback.print_exc()
         print(f"f8fx explain: {args.model}() raised {type(error).__name__}", file=sys.stderr)
         return 1
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], tuple)):
-        raise UsageError(
-            f"{args.model}() must return (model, args), args a tuple of the model's inputs; "
-            f"it returned {type(made).__name__}"
-        )
+    wanted = f"{args.model}() must return (model, args), args a tuple or list of the model's inputs"
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise UsageError(f"{wanted}; it returned {_kind(made)}")
     model, inputs = made
+    if not isinstance(inputs, (tuple, list)):
+        raise UsageError(f"{wanted}; args was {_kind(inputs)}")
+    if not callable(model):
+        raise UsageError(f"{wanted}; model was {_kind(model)}")
     if args.world is not None:
         from torch import nn
 
@@ -141,10 +152,32 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         explanation.print()
     if args.json not in (None, "-"):
-        Path(args.json).write_text(json.dumps(explanation.to_dict(), indent=2) + "\n", encoding="utf-8")
+        _write("--json", Path(args.json), json.dumps(explanation.to_dict(), indent=2) + "\n")
     if args.html is not None:
-        explanation.save_html(args.html)
+        _write("--html", Path(args.html), explanation.to_html())
     return 0
+
+
+def _kind(value: Any) -> str:
+    """What a value is: ``Tensor``, ``a tuple of 3``."""
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Refuses, before any work is done, a file that cannot be written because of the folder it is to be in."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{option}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise UsageError(f"{option}: {str(path)!r} is a folder; give the name of a file")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def _function(spec: str) -> Callable[[], Any]:
@@ -209,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "model",
         metavar="package.module:function",
-        help="a function that returns (model, args), args a tuple of inputs",
+        help="a function that returns (model, args), args a tuple or list of inputs",
     )
     explain.add_argument("--target", metavar="NAME", help="hardware to decide for: h100, b200, ...")
     explain.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")

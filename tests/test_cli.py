@@ -107,7 +107,11 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "explained_model.py").write_text(
         "import torch\n"
         "def good(): return torch.nn.Linear(32, 32), (torch.ones(16, 32),)\n"
+        "def listed(): return torch.nn.Linear(32, 32), [torch.ones(16, 32)]\n"
         "def bare(): return torch.nn.Linear(32, 32)\n"
+        "def no_nest(): return torch.nn.Linear(32, 32), torch.ones(16, 32)\n"
+        "def three(): return torch.nn.Linear(32, 32), torch.ones(16, 32), torch.ones(16)\n"
+        "def reversed(): return (torch.ones(16, 32),), torch.nn.Linear(32, 32)\n"
         "def broken(): raise RuntimeError('no weights')\n"
         "number = 3\n"
     )
@@ -128,12 +132,48 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("needs_something:good", "No module named 'surely_not_installed'"),
         ("explained_model:missing", "has no function 'missing'"),
         ("explained_model:number", "has no function 'number'"),
-        ("explained_model:bare", "must return (model, args)"),
+        (
+            "explained_model:bare",
+            "must return (model, args), args a tuple or list of the model's inputs; it returned Linear",
+        ),
+        ("explained_model:three", "it returned a tuple of 3"),
+        ("explained_model:no_nest", "args was Tensor"),
+        ("explained_model:reversed", "args was Linear"),
     ],
 )
 @pytest.mark.usefixtures("user_module")
 def test_explain_refuses_what_it_cannot_load(capsys: Capture, spec: str, why: str):
     assert why in _fails_with_usage(capsys, "explain", spec)
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_explain_refuses_a_file_that_cannot_be_written(
+    capsys: Capture, user_module: str, tmp_path: Path, option: str
+):
+    """Before anything is traced, in a line."""
+    wrong = _fails_with_usage(capsys, "explain", f"{user_module}:good", option, "/nonexistent/x")
+    assert wrong == f"f8fx explain: {option}: there is no folder '/nonexistent'\n"
+    wrong = _fails_with_usage(capsys, "explain", f"{user_module}:good", option, str(tmp_path))
+    assert "is a folder" in wrong
+    full = Path("/dev/full")  # a write that fails later than that
+    if full.exists():
+        assert main(["explain", f"{user_module}:good", option, str(full)]) == 2
+        assert capsys.readouterr().err.startswith(
+            f"f8fx explain: {option}: cannot write '/dev/full': No space"
+        )
+
+
+def test_demo_refuses_a_folder_that_cannot_be_made(capsys: Capture, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    wrong = _fails_with_usage(
+        capsys, "demo", "--device", "cpu", "--executor", "eager", "--out", str(tmp_path / "file")
+    )
+    assert "--out: cannot make the folder" in wrong
+
+
+def test_explain_takes_a_list_of_inputs(capsys: Capture, user_module: str):
+    assert main(["explain", f"{user_module}:listed"]) == 0
+    assert "32 x 32" in capsys.readouterr().out
 
 
 def test_explain_names_the_nearest_target(capsys: Capture, user_module: str):
