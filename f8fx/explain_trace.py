@@ -16,10 +16,12 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -33,6 +35,7 @@ from .report import GraphReport
 from .torch_private import (
     aot_backend,
     boxed,
+    cause_of,
     decompositions,
     fake_tensor_mode,
     is_collective,
@@ -43,6 +46,7 @@ from .torch_private import (
     storage_key,
     tree_leaves,
     tree_map,
+    unlogged_fake_errors,
     unnoticed_by_dynamo,
 )
 from .wire import Call, calls_of
@@ -101,7 +105,7 @@ def trace(
     fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))
     collector = _Collector(pipeline, partitioner, like_gpu)
     try:
-        with unnoticed_by_dynamo(), mode, warnings.catch_warnings():
+        with unnoticed_by_dynamo(), unlogged_fake_errors(), mode, warnings.catch_warnings():
             # of no consequence: see _as_on_target
             warnings.filterwarnings("ignore", ".*CUDA is not available.*Disabling autocast")
             torch.compile(call, backend=collector, dynamic=dynamic)(*fake_args, **fake_kwargs)
@@ -111,13 +115,24 @@ def trace(
 
 
 def _explained(model: Callable[..., Any], error: Exception) -> ExplainError:
-    cause = getattr(error, "inner_exception", error)
+    cause = cause_of(error)
     lines = str(cause).strip().splitlines()
     text = f"{type(cause).__name__}: {lines[0] if lines else ''}"
-    hint = ""
+    hint = _line_of_user(error)
     if "DataDependent" in text or "DynamicOutputShape" in text:
-        hint = "; its sizes or branches depend on values, and explain has none: it only traces"
+        hint += "; its sizes or branches depend on values, and explain has none: it only traces"
     return ExplainError(f"could not trace {name_of(model)}: {text}{hint}")
+
+
+def _line_of_user(error: Exception) -> str:
+    """Where in the user's code Dynamo says that it was: it lists lines of torch's modules there too."""
+    _, _, traceback = str(error).partition("from user code:")
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n *(.*)', traceback)
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    for file, number, code in reversed(frames):
+        if not file.startswith(inside):
+            return f" (at {Path(file).name}:{number}: {code})"
+    return ""
 
 
 def name_of(model: Callable[..., Any]) -> str:

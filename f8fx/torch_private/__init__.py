@@ -44,6 +44,7 @@ from .distributed import (
     process_store_read,
 )
 from .dynamo import (
+    cause_of,
     mark_as_dynamo_graph,
     mark_as_dynamo_input,
     opens_autocast,
@@ -93,6 +94,7 @@ from .tensors import (
     size_hint,
     statically_true,
     storage_key,
+    unlogged_fake_errors,
     version_counter,
     wrapper_tensor,
 )
@@ -116,6 +118,7 @@ __all__ = [
     "boxed",
     "busy_wait",
     "c10d",
+    "cause_of",
     "check_version",
     "combine_by_kind",
     "compile_fx_module",
@@ -170,6 +173,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "unlogged_fake_errors",
     "unnoticed_by_dynamo",
     "untraced",
     "version_counter",

@@ -47,6 +47,18 @@ def unnoticed_by_dynamo() -> Iterator[None]:
             del kept
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """What stopped a trace: not Dynamo's report of it (``torch._dynamo.exc``), but what was raised, if anything was.
+
+    A compiler's error is wrapped too, with the error in ``inner_exception``.
+    """
+    error = getattr(error, "inner_exception", None) or error
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__module__ == "torch._dynamo.exc":
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
 def mark_as_dynamo_graph(copied: fx.GraphModule, original: fx.GraphModule) -> None:
     """Gives a copy of a Dynamo graph what AOTAutograd reads in one beside its nodes.
 
