@@ -2,9 +2,9 @@
 
 Inductor's keys hold the graph, the inputs' metadata, its configuration and ``uuid()`` of each custom
 pass. They do not hold module names, and a joint graph's decisions may depend on them: with a filter,
-two models of equal graphs and different names want different code. So everything a decision depends
-on goes into the uuid here: the code of f8fx, the options, module names where filters read them, and
-values of dynamic sizes where the cost model does.
+two models of equal graphs and different names want different code, and without one, reports of their
+own. So everything a decision depends on goes into the uuid here: the code of f8fx, the options, module
+names, and values of dynamic sizes where the cost model reads them.
 
 A cache hit skips the passes, and with them the record of what was decided. The record is therefore
 kept beside Inductor's cache, under the same key.
@@ -49,9 +49,7 @@ class CacheKey:
     @staticmethod
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:
         """The key of one Dynamo graph under these options."""
-        parts: list[Any] = [source_hash(), options.decision_key()]
-        if options.filter_fqns or options.only_fqns or options.filter_fn:
-            parts.append(_module_names(gm))
+        parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm)]
         if options.wire in ("auto", "float8"):
             parts.append(group_backends())
         if options.select == "auto":
@@ -81,10 +79,12 @@ def source_hash() -> str:
 
 
 def _module_names(gm: fx.GraphModule) -> list[str]:
-    """Names of the modules in graph order, from Dynamo's own metadata."""
+    """Names of the modules in graph order, from Dynamo's own metadata; then of bodies, such as checkpointed regions."""
     from .passes.fqn import of_node
 
-    return [of_node(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    nodes = (node for graph in graphs for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return [of_node(node) for node in nodes]
 
 
 def _dynamic_sizes(example_inputs: Sequence[Any]) -> list[int | None]:

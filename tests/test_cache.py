@@ -60,6 +60,7 @@ print(json.dumps({
     "aot_bypass": aot["autograd_cache_bypass"],
     "lines": [r.line() for r in reports],
     "converted": [r.converted for r in reports],
+    "names": [d.fqn for r in reports for d in r.decisions],
     "sum": y.float().sum().item(),
     "grad": x.grad.float().sum().item(),
 }))
@@ -108,6 +109,14 @@ def test_names_are_part_of_the_key_where_a_filter_reads_them(cache):
     assert body["converted"] == [3] and body["aot_hits"] == 0
 
 
+def test_a_report_from_a_cache_names_the_modules_of_its_own_model(cache):
+    """Two models of equal graphs, their weights among the inputs, and no filter."""
+    names = {name: child(cache, name)["names"] for name in ("mine", "yours")}
+    assert names == {"mine": ["mine"] * 3, "yours": ["yours"] * 3}
+    again = child(cache, "mine")
+    assert again["names"] == ["mine"] * 3 and (again["passes"], again["aot_hits"]) == (0, 1)
+
+
 def test_without_names_in_the_key_the_wrong_graph_is_served(tmp_path):
     """The failure the key prevents, reproduced by taking the names out of it."""
     assert child(tmp_path, "wrong-uuid", "head", filter_fqns=["head"])["converted"] == [0]
@@ -128,6 +137,25 @@ def key(model=None, **options):
     torch._dynamo.reset()
     torch.compile(model or nn.Linear(32, 48, dtype=bf16), backend=backend)(randn(16, 32))
     return keys[0]
+
+
+def test_names_in_checkpointed_regions_are_in_the_key():
+    from torch.utils.checkpoint import checkpoint
+
+    class Layer(nn.Module):
+        def forward(self, x, weight):
+            return F.linear(x, weight)
+
+    class Net(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+            setattr(self, name, Layer())
+
+        def forward(self, x):
+            return checkpoint(getattr(self, self.name), x, x, use_reentrant=False)
+
+    assert key(Net("a")).uuid == key(Net("a")).uuid != key(Net("b")).uuid
 
 
 def test_a_filter_function_is_not_cacheable_unless_it_says_what_it_is():
