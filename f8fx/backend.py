@@ -268,7 +268,7 @@ def _pipeline(options: Options, weights: WeightInputs | None = None) -> Pipeline
         def watch(name: str, text: str) -> None:
             log.debug("after %s:\n%s", name, text)
 
-    return options.pipeline(watch=watch, weights=weights)
+    return options.pipeline(watch=watch, weights=weights, runs=True)
 
 
 def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:

@@ -62,7 +62,8 @@ class Options:
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.
-        target: name of the hardware decisions are made for; default: where the tensors are.
+        target: name of the hardware decisions are made for; default: where the tensors are. What the
+            tensors' device cannot run stays as it is all the same, except in ``explain``.
         inductor: Inductor options for this compile, as in ``torch.compile(options=...)``.
         verbose: print every decision to stderr.
         debug: check the graph after every pass and log its text at DEBUG.

@@ -96,6 +96,8 @@ class Pipeline:
         wire: dtype in which float8 is gathered; see :class:`Collectives`.
         kernels: the devices on which a Triton kernel of our own may be used, where it reads less than Inductor's.
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
+        runs: the graph is to run where its tensors are: what that device cannot run is left alone, whatever
+            ``hardware`` can.
     """
 
     def __init__(
@@ -112,13 +114,16 @@ class Pipeline:
         wire: Wire = "auto",
         weights: WeightInputs | None = None,
         kernels: Callable[[torch.device], bool] = lambda device: False,
+        runs: bool = False,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
         self.watch = watch
         self.find = Find()
         scales = rowwise_scales or best_rowwise_scales
-        self.select = Select(recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm")
+        self.select = Select(
+            recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm", runs
+        )
         self.merge = Merge(merge, self.select.model_of)
         self.concatenations = Concatenations()
         self.quantize = Quantize(recipe, scales)

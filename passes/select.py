@@ -19,7 +19,7 @@ from f8fx import hardware as hardware_table
 from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.hardware import Hardware
-from f8fx.recipe import Recipe
+from f8fx.recipe import QuantSpec, Recipe
 from f8fx.report import GemmInfo
 from f8fx.torch_private import size_hint, statically_true
 
@@ -66,6 +66,8 @@ class Select:
         predict: put the cost model's figures on every choice, also where they decide nothing.
         rescales: the devices on which a kernel of its own may have to apply rowwise scales
             (:class:`f8fx.cost.CostModel`).
+        runs: the graph is to run where its tensors are, so that what that device cannot run is left alone,
+            whatever it is decided for; false where a graph is only looked at.
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class Select:
         hardware: Hardware | None = None,
         predict: bool = False,
         rescales: Callable[[torch.device], bool] = lambda device: True,
+        runs: bool = False,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         self.hardware = hardware
         self.predict = predict
         self.rescales = rescales
+        self.runs = runs
 
     def __call__(self, found: Found, cached: Collection[fx.Node] = ()) -> list[Choice]:
         """The choices; casts of the ``cached`` weights cost nothing."""
@@ -158,6 +162,10 @@ class Select:
                 return Skip(gemm, f"no {spec.dtype} on {hardware.name}")
             if spec.granularity not in hardware.granularities:
                 return Skip(gemm, f"no {spec.granularity} float8 gemm on {hardware.name}")
+            if self.runs and (
+                lacks := _lacks(_hardware_of(gemm.device), spec, hardware.float8_dtypes[spec.dtype])
+            ):
+                return Skip(gemm, f"target {hardware.name}: {lacks}")
         return None
 
     def _filter_guard(self, gemm: Gemm) -> Skip | None:
@@ -185,6 +193,15 @@ class Select:
 def is_aligned(size: Size) -> bool:
     """Whether a size is a multiple of 16 whatever its value at run time."""
     return statically_true(size % ALIGNMENT == 0)
+
+
+def _lacks(device: Hardware, spec: QuantSpec, dtype: torch.dtype) -> str:
+    """What a device would need to run a gemm with such an operand, of that dtype, and has not got; "" if it can."""
+    if dtype not in device.float8_dtypes.values():
+        return f"no {str(dtype).removeprefix('torch.')} on {device.name}"
+    if spec.granularity not in device.granularities:
+        return f"no {spec.granularity} float8 gemm on {device.name}"
+    return ""
 
 
 def _is_float8(gemm: Gemm | Unmatched) -> bool:

@@ -344,3 +344,27 @@ def test_formats_are_those_of_the_hardware(target):
     joint_graphs(F.linear, *meta(8192, 8192, 8192), transform=transform)
     assert ("e4m3fnuz" in texts[0]) == (target == "mi300x")
     assert "_scaled_mm" in texts[0]
+
+
+@pytest.mark.parametrize("select", ["auto", "all"])
+def test_what_the_device_cannot_run_is_left_whatever_the_target(select: str, monkeypatch: pytest.MonkeyPatch):
+    """In what is compiled to run; `explain` decides for hardware that is not there."""
+    args = xw()
+    decided = report_of(F.linear, *args, target="mi300x", select=select).decisions
+    assert {d.reason for d in decided} == {
+        "target mi300x: no float8_e4m3fnuz on cpu",
+        "target mi300x: no float8_e5m2fnuz on cpu",
+    }
+    large = [torch.empty(8192, 8192, dtype=bf16, device="meta", requires_grad=True) for _ in range(2)]
+    assert f8fx.explain(F.linear, *large, target="mi300x", select=select).converted == 3
+    assert report_of(F.linear, *args, target="h100", select="all").converted == 3
+
+    from f8fx.passes import select as select_module
+
+    for name, wanted in (("a100", "no float8_e4m3fn on a100"), ("b200", "no rowwise float8 gemm on b200")):
+        hardware = f8fx.hardware.find(name)
+        if hardware.granularities:  # as with an older CUDA
+            hardware = dataclasses.replace(hardware, granularities=("tensorwise",))
+        monkeypatch.setattr(select_module, "_hardware_of", lambda device, hardware=hardware: hardware)
+        decided = report_of(F.linear, *args, target="h100", select="all", recipe="rowwise").decisions
+        assert {d.reason for d in decided} == {f"target h100: {wanted}"}
