@@ -25,6 +25,7 @@ from .cache import CacheKey, load_report, load_weights, store_report, store_weig
 from .options import Options
 from .partition import Partitioner
 from .passes import FilterError, Pipeline, RecomputeError, WeightInputs
+from .passes.find import mark_parameters, parameter_positions
 from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
 from .torch_private import (
@@ -55,6 +56,7 @@ class GraphPass(CustomGraphPass):
         key: what the decisions depend on beyond the graph itself.
         before: the passes a user had put into ``joint_custom_pre_pass``; they run first.
         tuning: Inductor options for graphs that were rewritten (:mod:`f8fx.tuning`).
+        parameters: positions of parameters among the inputs of the Dynamo graph.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class GraphPass(CustomGraphPass):
         key: CacheKey,
         before: Sequence[Any] = (),
         tuning: Mapping[str, Any] = MappingProxyType({}),
+        parameters: frozenset[int] = frozenset(),
     ) -> None:
         self.pipeline = pipeline
         self.key = key
         self.before = tuple(before)
         self.tuning = tuning
+        self.parameters = parameters
         self.reports: list[GraphReport] = []
         #: on graphs that came with rewritten nodes in them; published where there is no other report
         self.met_again: list[GraphReport] = []
@@ -79,6 +83,7 @@ class GraphPass(CustomGraphPass):
             # half of a nested region that was rewritten before it was split, or nodes that compiled autograd inlined
             self.met_again.append(self.pipeline.rewritten(graph))
             return
+        mark_parameters(graph, self.parameters)
         before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
         try:
             report = self.pipeline(graph)
@@ -208,7 +213,9 @@ def _weight_inputs(
     kept = load_weights(graph_pass.key, found)
     if kept is not None:
         return kept
-    trial = GraphPass(_pipeline(options, found), graph_pass.key, graph_pass.before)
+    trial = GraphPass(
+        _pipeline(options, found), graph_pass.key, graph_pass.before, parameters=graph_pass.parameters
+    )
     executor.trace(gm, example_inputs, trial)
     assert trial.pipeline.reuse is not None
     inputs = found.with_casts(trial.pipeline.reuse.seen)
@@ -254,7 +261,7 @@ def _graph_pass(
     key = CacheKey.of(gm, example_inputs, options)
     if replaced := canary.key(_devices(example_inputs)):
         key = key.extended(replaced)
-    return GraphPass(_pipeline(options), key, previous, tuning(config))
+    return GraphPass(_pipeline(options), key, previous, tuning(config), parameter_positions(example_inputs))
 
 
 def _devices(example_inputs: Sequence[Any]) -> list[torch.device]:

@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 from .parallelized import dtensor_like, is_dtensor
 from .partition import Partitioner
 from .passes import Pipeline
+from .passes.find import mark_parameters, parameter_positions
 from .report import GraphReport
 from .torch_private import (
     aot_backend,
@@ -264,11 +265,13 @@ class _Collector:
         self.pipeline = pipeline
         self.partitioner = partitioner
         self.like_gpu = like_gpu
+        self.parameters: frozenset[int] = frozenset()
         self.graphs: list[GraphTrace] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.like_gpu:
             _as_on_target(gm)
+        self.parameters = parameter_positions(inputs)
         look = aot_backend(
             fw_compiler=_keep,
             bw_compiler=_keep,
@@ -281,6 +284,7 @@ class _Collector:
         return gm.forward
 
     def _infer(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        mark_parameters(graph.graph, self.parameters)
         rewritten = _copied(graph.graph)
         report = self.pipeline(rewritten)
         communicated = (communicated_bytes(graph.graph), communicated_bytes(rewritten))
@@ -289,6 +293,7 @@ class _Collector:
         return boxed(graph.forward)
 
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        mark_parameters(joint.graph, self.parameters)
         rewritten = fx.GraphModule(joint, _copied(joint.graph))
         report = self.pipeline(rewritten.graph)
         communicated = (communicated_bytes(joint.graph), communicated_bytes(rewritten.graph))

@@ -21,14 +21,16 @@ just as it can be a gradient of ``x``, and an e5m2 cast in a forward is worse th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from f8fx import ops
 from f8fx.recipe import OperandKind, Role
+from f8fx.torch_private import input_position
 
 from . import fqn
 from .gemm import Gemm, Operand, Unmatched
@@ -38,6 +40,9 @@ aten = torch.ops.aten
 
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 _BATCHED = "batched matmul of two activations"
+_BATCHED_WEIGHT = "batched matmul with a weight for each batch"
+#: Key in the metadata of placeholders that are known to be parameters, not only inputs; see :func:`mark_parameters`.
+_PARAMETER = "f8fx_parameter"
 #: Matmuls that are seen, and left, with the reason.
 _LEFT = {
     aten.baddbmm.default: _BATCHED,
@@ -74,6 +79,22 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     return backward
 
 
+def mark_parameters(graph: fx.Graph, positions: Collection[int]) -> None:
+    """Notes on the placeholders which are parameters; it decides nothing, only how reasons are worded.
+
+    Args:
+        positions: those of parameters among the inputs of the Dynamo graph that the graph was made of.
+    """
+    for node in graph.nodes:
+        if node.op == "placeholder" and input_position(node) in positions:
+            node.meta[_PARAMETER] = True
+
+
+def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
+    """Which inputs of a Dynamo graph are parameters."""
+    return frozenset(i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter))
+
+
 class Find:
     """Collects the matmuls of a joint or inference graph."""
 
@@ -96,16 +117,19 @@ class _Walk:
         self.representatives: dict[Hashable, fx.Node] = {}
         # which forward matmuls read a tensor, and as what
         self.readers: dict[fx.Node, list[tuple[Gemm, OperandKind]]] = defaultdict(list)
+        # why batched matmuls are left, by the number they share with their gradients
+        self.batched: dict[int, str] = {}
 
     def run(self) -> Found:
         for node in self.graph.nodes:
             if node.op != "call_function":
                 continue
             if node.target in _LEFT:
-                self._leave(node, _LEFT[node.target])
+                reason = _LEFT[node.target]
+                self._leave(node, self._batched(node) if reason == _BATCHED else reason)
             elif node.target in _GEMMS:
                 if node.target is aten.bmm.default and not is_same(shape_of(node)[0], 1):
-                    self._leave(node, _BATCHED)
+                    self._leave(node, self._batched(node))
                 elif self._is_backward(node):
                     self._backward_gemm(node)
                 else:
@@ -151,6 +175,21 @@ class _Walk:
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
 
+    def _batched(self, node: fx.Node) -> str:
+        """Why a batched matmul is left: a gradient as the forward matmul whose sequence number it has."""
+        layer = node.meta.get("seq_nr")
+        if layer in self.batched and self._is_backward(node):
+            return self.batched[layer]
+        weights = (_input_of(side) for side in node.args[-2:])  # of bmm and of baddbmm
+        reason = (
+            _BATCHED_WEIGHT
+            if any(side is not None and _PARAMETER in side.meta for side in weights)
+            else _BATCHED
+        )
+        if layer is not None:
+            self.batched[layer] = reason
+        return reason
+
     def _is_backward(self, node: fx.Node) -> bool:
         if node in self.backward:
             return True
@@ -179,7 +218,9 @@ class _Walk:
             match = self._forward_of(node, through)
             if match is None:
                 batched = node.target is aten.bmm.default
-                self._leave(node, _BATCHED if batched else "no forward matmul it is the gradient of")
+                self._leave(
+                    node, self._batched(node) if batched else "no forward matmul it is the gradient of"
+                )
                 return
             traced[other] = through
         forward, kind = match
@@ -249,10 +290,15 @@ def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
 
 def _is_parameter(node: fx.Node) -> bool:
     """Whether a tensor is an input of the graph, at most viewed, permuted, copied or cast."""
+    return _input_of(node) is not None
+
+
+def _input_of(node: Any) -> fx.Node | None:
+    """The input of the graph that a tensor is, at most viewed, permuted, copied or cast."""
     node = base_of(node)
     while node.target in CASTS or node.target is aten.clone.default or node.target in ops.MARKERS:
-        node = base_of(node.args[0])  # type: ignore[arg-type]
-    return node.op == "placeholder"
+        node = base_of(node.args[0])
+    return node if node.op == "placeholder" else None
 
 
 def _identity(node: fx.Node) -> Hashable:

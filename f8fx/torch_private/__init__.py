@@ -28,6 +28,7 @@ from .aot import (
     boxed,
     decompositions,
     eager_backward_lowering,
+    input_position,
     min_cut_partition,
 )
 from .devices import busy_wait, is_present
@@ -145,6 +146,7 @@ __all__ = [
     "inductor_modes",
     "inductor_option_type",
     "infinity_norms",
+    "input_position",
     "is_collective",
     "is_fake",
     "is_mutating",

@@ -31,6 +31,11 @@ else:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 
 
+def input_position(placeholder: fx.Node) -> int | None:
+    """Which input of Dynamo's graph a placeholder of AOTAutograd's stands for (``meta["desc"]``), where it is one."""
+    return getattr(placeholder.meta.get("desc"), "idx", None)
+
+
 _PARTITIONING = threading.Lock()
 
 

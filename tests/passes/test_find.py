@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import f8fx
 from f8fx.passes import Find, fqn
 from f8fx.passes.find import Found
-from tests.helpers import bf16, joint_graphs, randn
+from tests.helpers import bf16, joint_graphs, randn, report_of
 
 
 def found_in(fn, *args, **kwargs) -> Found:
@@ -145,6 +146,34 @@ def test_batched_matmul_is_left_with_its_reason():
     found = found_in(torch.bmm, randn(2, 16, 32), randn(2, 32, 16))
     assert not found.gemms
     assert {u.reason for u in found.unmatched} == {"batched matmul of two activations"}
+
+
+class Experts(nn.Module):
+    """A matrix for each of two experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(randn(2, 32, 48, grad=False))
+
+    def forward(self, x):
+        return torch.einsum("ebd,edh->ebh", x, self.weight)
+
+
+def test_a_batched_matmul_with_a_parameter_says_so():
+    """Forward, backward and inference; what is computed from parameters is an activation."""
+    x = randn(2, 16, 32)
+    wanted = {"batched matmul with a weight for each batch"}
+    assert {d.reason for d in report_of(Experts(), x).decisions} == wanted
+    assert {row.reason for row in f8fx.explain(Experts(), x, select="all").rows} == wanted
+    with torch.no_grad():
+        assert {d.reason for d in report_of(Experts(), x).decisions} == wanted
+    scores = nn.Sequential(Experts(), nn.Tanh())
+    reasons = [d.reason for d in report_of(lambda x: scores(x) @ scores(x).mT, x).decisions]
+    assert reasons.count("batched matmul of two activations") == 3  # the product and its two gradients
+    bias = nn.Parameter(randn(48, grad=False))
+    experts = Experts()
+    added = report_of(lambda x: torch.baddbmm(bias, x, experts.weight), x)
+    assert {d.reason for d in added.decisions} == wanted
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(2, 4), (1, 1)])
