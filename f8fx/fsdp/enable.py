@@ -98,7 +98,7 @@ def enable_float8_all_gather(
     judged = judge(model, options)
     decisions = [verdict.decision for verdict in judged]
     found = [(verdict.candidate, verdict.formats) for verdict in judged if verdict.formats]
-    _agree(decisions, options.recipe, mesh)
+    _agree(decisions, (options.recipe, wire, scales, copies), mesh)
     for candidate, formats in found:
         manager.weights.append(_convert(candidate, formats, wire, copies, manager))
     begin = BeginForward(manager)
@@ -352,11 +352,17 @@ class _LoadWrapped:
 # -- ranks agree
 
 
-def _agree(decisions: Iterable[GatherDecision], recipe: Recipe, mesh: DeviceMesh | None) -> None:
-    """Raises on every rank if ranks decided differently: their collectives would not match."""
+def _agree(
+    decisions: Iterable[GatherDecision], how: tuple[Recipe, str, str, str], mesh: DeviceMesh | None
+) -> None:
+    """Raises on every rank if ranks decided differently: their collectives would not match.
+
+    Args:
+        how: recipe, wire, scales and copies.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return
-    text = repr((recipe, list(decisions)))
+    text = repr((how, list(decisions)))
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     if mesh is None:
         kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
@@ -369,7 +375,8 @@ def _agree(decisions: Iterable[GatherDecision], recipe: Recipe, mesh: DeviceMesh
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             raise RuntimeError(
-                "f8fx.fsdp: ranks would gather different weights in float8. enable_float8_all_gather must see "
-                "the same model, recipe and filters on every rank; where models differ (pipeline "
-                f"parallelism) pass mesh=. This rank decided: {[d.fqn for d in decisions if d.converted]}"
+                "f8fx.fsdp: ranks would gather different weights in float8, or in different ways. "
+                "enable_float8_all_gather must see the same model and arguments on every rank; where models differ "
+                f"(pipeline parallelism) pass mesh=. This rank: recipe={how[0].name!r}, wire={how[1]!r}, "
+                f"scales={how[2]!r}, copies={how[3]!r}, weights {[d.fqn for d in decisions if d.converted]}"
             )

@@ -431,17 +431,25 @@ def _raises(text, call):
 
 
 def ranks_that_differ_all_raise():
-    """A filter on one rank only: an error everywhere at once, and no rank waits."""
+    """An argument of one rank only: an error everywhere at once, and no rank waits."""
     from tests.distributed.models import Net
 
-    model = Net().to(bf16)
-    before = copy.copy(dict(model.named_parameters()))
-    _raises(
-        "ranks would gather different weights",
-        lambda: enable_float8_all_gather(model, filter_fqns=["gate"] if dist.get_rank() else []),
-    )
-    after = dict(model.named_parameters())
-    assert all(after[name] is before[name] for name in before)  # and nothing was changed
+    for other in (
+        {"filter_fqns": ["gate"]},
+        {"recipe": "tensorwise"},
+        {"copies": "alternate"},
+        {"scales": "forward"},
+        {"wire": "uint8"},
+    ):
+        model = Net().to(bf16)
+        before = copy.copy(dict(model.named_parameters()))
+        arguments = {"recipe": "rowwise", **(other if dist.get_rank() else {})}
+        _raises(
+            "ranks would gather different weights in float8, or in different ways",
+            lambda model=model, arguments=arguments: enable_float8_all_gather(model, **arguments),
+        )
+        after = dict(model.named_parameters())
+        assert all(after[name] is before[name] for name in before)  # and nothing was changed
 
 
 def optimizers_and_copies_are_plain():
