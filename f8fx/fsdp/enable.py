@@ -76,7 +76,8 @@ def enable_float8_all_gather(
             ones). ``"both"``: every gather carries both copies, as many bytes as in bf16; nothing is cast on
             arrival. ``"alternate"``: the forward's gather carries the forward's copy and the backward's the
             backward's, half the bytes; needs ``reshard_after_forward=True`` (elsewhere both are sent) and no
-            activation checkpointing (an error).
+            activation checkpointing (an error). What ``set_reshard_after_backward(False)`` keeps is gathered again all
+            the same, and after a backward that raised, FSDP2's ``reset_iter_state()`` must be called (else an error).
         mesh: the ranks that must decide alike; default: all of them. Pass the FSDP mesh where ranks hold
             different models (pipeline parallelism).
 

@@ -44,10 +44,12 @@ from torch.distributed.tensor import DTensor
 from f8fx.kernels import cast
 from f8fx.report import log
 from f8fx.torch_private import (
+    backward_was_interrupted,
     fsdp_group_of,
     in_backward,
     local_tensor,
     move_pre_hook_first,
+    reshard_group,
     reshards_after_forward,
     version_counter,
 )
@@ -91,6 +93,7 @@ class WeightScales:
     _param: Any = field(default=None, repr=False)
     _group: Any = field(default=None, repr=False)
     _alternates: bool | None = field(default=None, repr=False)
+    _content: int = field(default=0, repr=False)
 
     @property
     def dims(self) -> list[int | None]:
@@ -170,6 +173,34 @@ class WeightScales:
             )
         return self._alternates
 
+    def sends(self, mesh: DeviceMesh) -> int | None:
+        """Which copy the gather that begins now carries; ``None``: all there are."""
+        if not self.alternates(mesh):
+            return None
+        self._content = int(in_backward())
+        return self._content
+
+    def drop_backward_copy(self) -> None:
+        """Frees what a backward has gathered, if anything, so that the forward that begins gathers its own copy.
+
+        FSDP2 keeps it after ``set_reshard_after_backward(False)``, and may after ``set_is_last_backward(False)``.
+
+        Raises:
+            RuntimeError: after a backward that ended in an exception: FSDP2 takes some blocks to be in it still, and
+                would not gather for the next one.
+        """
+        if not self._alternates:
+            return
+        if backward_was_interrupted(self._group):
+            raise RuntimeError(
+                "f8fx.fsdp: the last backward ended in an exception, and FSDP2 takes it to be running. Call "
+                "reset_iter_state() on the root module before the next forward (torch 2.13; with older ones resume from "
+                "a checkpoint)"
+            )
+        if self._content:
+            reshard_group(self._group)
+            self._content = 0
+
     def scales(self, shard: Float8Shard, mesh: DeviceMesh, source: torch.dtype) -> tuple[Tensor, ...]:
         """One tensor of scales for each format, of the whole weight rounded to ``source``."""
         self.manager.prepare(self, shard, mesh)
@@ -202,6 +233,9 @@ class Scales:
 
     def begin_forward(self) -> None:
         """The model's forward begins."""
+        if not in_backward():
+            for weight in self.weights:
+                weight.drop_backward_copy()
         self.fresh = False
         recomputed = in_backward() and all(weight.reduced for weight in self.weights)
         if self.due() and not recomputed and self.depth == 0:

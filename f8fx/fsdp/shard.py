@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from f8fx.torch_private import (
     disabled_torch_function,
-    in_backward,
     is_mutating,
     local_tensor,
     storage_key,
@@ -184,7 +183,7 @@ class Float8Shard(torch.Tensor):
         scales = weight.scales(self, mesh, source)
         x = self.plain.to(source)
         wire = _wire_dtype(weight.wire, mesh)
-        content = int(in_backward()) if weight.alternates(mesh) else None
+        content = weight.sends(mesh)
         sent = []
         for index, (form, scale) in enumerate(zip(weight.formats, scales, strict=True)):
             if content not in (None, index):

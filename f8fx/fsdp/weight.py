@@ -11,6 +11,7 @@ from torch import Tensor
 from f8fx import ops
 from f8fx.torch_private import (
     disabled_torch_function,
+    in_backward,
     is_fake,
     is_mutating,
     tree_leaves,
@@ -97,9 +98,15 @@ class Float8Weight(torch.Tensor):
     @property
     def _data_0(self) -> Tensor:
         if self.alternate and self.content[0] != 0:
+            when = (
+                "during a backward, as activation checkpointing does"
+                if in_backward()
+                else "that a backward has gathered and FSDP2 was told to keep, outside of a forward of the model that "
+                "enable_float8_all_gather was called on (reshard() of its block drops it)"
+            )
             raise RuntimeError(
-                f"f8fx.fsdp: a forward reads {_named(self)} during a backward, as activation checkpointing does; "
-                'what is there is the backward\'s copy. Use enable_float8_all_gather(..., copies="both")'
+                f"f8fx.fsdp: a forward reads {_named(self)} {when}; what is there is the backward's copy. Use "
+                'enable_float8_all_gather(..., copies="both")'
             )
         return self._first
 

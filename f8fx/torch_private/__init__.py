@@ -53,11 +53,13 @@ from .dynamo import (
     untraced,
 )
 from .fsdp import (
+    backward_was_interrupted,
     fsdp_group_of,
     local_tensor,
     managed_by_fsdp,
     move_pre_hook_first,
     pre_hooks,
+    reshard_group,
     reshards_after_forward,
 )
 from .inductor import (
@@ -116,6 +118,7 @@ __all__ = [
     "Parts",
     "aot_backend",
     "as_strided_keeps_offsets",
+    "backward_was_interrupted",
     "boxed",
     "busy_wait",
     "c10d",
@@ -166,6 +169,7 @@ __all__ = [
     "process_group",
     "process_store",
     "process_store_read",
+    "reshard_group",
     "reshards_after_forward",
     "schema_of",
     "size_hint",

@@ -63,6 +63,24 @@ def pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def reshard_group(group: Any) -> None:
+    """Frees what a group has gathered, or is gathering, outside of a forward and a backward.
+
+    ``wait_for_unshard``, a no-op where no gather is under way, and ``reshard``, one where nothing is gathered.
+    """
+    group.wait_for_unshard()
+    group.reshard()
+
+
+def backward_was_interrupted(group: Any) -> bool:
+    """Whether the last backward over a group's model ended in an exception, asked outside of a backward.
+
+    ``_state_ctx.post_backward_final_callback_queued``: a callback of autograd's clears it, and so does
+    ``FSDPModule.reset_iter_state`` (since 2.13).
+    """
+    return group.modules[0]._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
 def move_pre_hook_first(module: Any, key: int) -> None:
     """Makes a forward pre-hook the first to run; ``key`` is its handle's ``id``."""
     module._forward_pre_hooks.move_to_end(key, last=False)

@@ -158,6 +158,68 @@ def alternating_forbids_checkpointing():
         assert not grad.isfinite().any()
 
 
+def alternating_and_kept_after_the_backward():
+    """As gradient accumulation may: the next forward gathers its own copy, and a block called alone says what it lacks."""
+    results = []
+    for float8 in (False, True):
+        enable = {"copies": "alternate"} if float8 else {}
+        model = Setup("rowwise", world_mesh(), float8, enable=enable, net={"depth": 1}).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, last in enumerate((False, False, True, False, True)):
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            loss_of(model(batch(step, dist.get_rank()))).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append({name: whole(p) for name, p in model.named_parameters()})
+        model.set_reshard_after_backward(False)
+        loss_of(model(batch(6))).backward()
+        with torch.no_grad():
+            results[-1]["evaluated"] = model(batch(7))
+    assert_same(*results)
+    loss_of(model(batch(6))).backward()
+    _raises("a backward has gathered and FSDP2 was told to keep", lambda: model.blocks[0](batch(0)))
+    model.blocks[0].reshard()
+    model.blocks[0](batch(0))
+
+
+class _Fails(torch.autograd.Function):
+    """In the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory")
+
+
+def alternating_after_a_backward_that_failed():
+    """FSDP2 has to be told; then all is as with gathers in bf16."""
+    results = []
+    for float8 in (False, True):
+        enable = {"copies": "alternate"} if float8 else {}
+        model = Setup("rowwise", world_mesh(), float8, enable=enable).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, 1, optimizer)
+        handle = model.blocks[0].register_forward_hook(
+            torch.compiler.disable(lambda module, inputs, output: _Fails.apply(output))
+        )
+        _raises("out of memory", lambda model=model: loss_of(model(batch(5))).backward())
+        handle.remove()
+        optimizer.zero_grad()
+        if float8:
+            _raises("the last backward ended in an exception", lambda model=model: model(batch(5)))
+        if hasattr(model, "reset_iter_state"):  # since torch 2.13
+            model.reset_iter_state()
+            results.append(train(model, 2, optimizer))
+    if results:
+        assert_same(*results)
+
+
 def one_reduction_whatever_is_wrapped():
     """Also where the root itself holds converted weights, and with prefetching by hand."""
     for prefetch, scales in itertools.product((False, True), ("step", "forward")):
@@ -473,6 +535,8 @@ def test_two_ranks():
             rowwise_alternates,
             alternating_needs_resharding,
             alternating_forbids_checkpointing,
+            alternating_and_kept_after_the_backward,
+            alternating_after_a_backward_that_failed,
             one_reduction_whatever_is_wrapped,
             root_holds_converted_weights,
             scales_are_never_stale,
