@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -27,16 +29,19 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def ranks(store, monkeypatch):
-    """Runs a function for each rank in a thread of its own; what each returned, or raised."""
+    """Confirms what each rank sends, in a thread of its own; what each returned, or raised."""
     pool = ThreadPoolExecutor(3)
-    current = __import__("threading").local()
+    current = threading.local()
     monkeypatch.setattr(agreement, "process_store", lambda: (store, current.rank))
+    monkeypatch.setattr(agreement, "ranks_timeout", lambda ranks: current.timeout)
+    monkeypatch.setattr(agreement, "ALONE", timedelta(seconds=0.5))
 
     def run(*calls):
         def one(rank, call):
-            current.rank = rank
+            current.rank, current.timeout = rank, call.timeout
+            time.sleep(call.after)
             try:
-                return call()
+                return confirm(call.traffic)
             except RankDisagreement as error:
                 return error
 
@@ -45,8 +50,17 @@ def ranks(store, monkeypatch):
     return run
 
 
-def sending(*sends, before=BEFORE, timeout=SHORT, of=(0, 1, 2)):
-    return lambda: confirm([Traffic(of, before, sends)], timeout, timedelta(seconds=0.5))
+@dataclass
+class Sending:
+    """What a rank's graph sends, the timeout of its process group, and seconds until it has compiled."""
+
+    traffic: list[Traffic]
+    timeout: timedelta
+    after: float
+
+
+def sending(*sends, before=BEFORE, timeout=SHORT, of=(0, 1, 2), after=0.0):
+    return Sending([Traffic(of, before, sends)], timeout, after)
 
 
 def test_ranks_that_agree_go_on(ranks):
@@ -72,16 +86,53 @@ def test_a_later_graph_with_the_same_gathers_may_be_decided_anew(ranks):
 
 def test_a_disagreement_in_a_later_compile_is_an_error_on_all(ranks):
     assert ranks(*[sending(*BEFORE, timeout=LONG)] * 3) == [None] * 3
-    found = ranks(sending(*MOVED), sending(*BEFORE), sending(*BEFORE))
+    start = time.monotonic()
+    anew = sending(*MOVED, timeout=LONG)
+    found = ranks(anew, sending(*BEFORE, timeout=LONG, after=0.5), anew)
     assert [type(error) for error in found] == [RankDisagreement] * 3
+    assert time.monotonic() - start < 10
+    # and is over then: the next compile is compared as ever
+    assert ranks(*[sending("else", timeout=LONG)] * 3) == [None] * 3
 
 
-def test_a_rank_that_compiles_again_alone_goes_on(ranks):
+def test_who_decides_anew_finds_out_that_the_others_have_gone_on(ranks):
+    assert ranks(*[sending(*BEFORE, timeout=LONG)] * 3) == [None] * 3
+    anew = sending(*MOVED, timeout=timedelta(seconds=2), after=0.5)
+    found = ranks(anew, sending(*BEFORE, timeout=LONG), anew)
+    assert found[1] is None  # it may be the only one to compile, for what it can know
+    for error in (found[0], found[2]):
+        assert isinstance(error, RankDisagreement)
+        assert "rank 1 compiled none within 1 s" in str(error)  # half of the process group's timeout
+
+
+def test_a_rank_that_compiles_again_alone_goes_on_at_once(ranks, monkeypatch):
+    monkeypatch.setattr(agreement, "ALONE", LONG)
     assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
-    assert ranks(sending(*MOVED)) == [None]
+    start = time.monotonic()
+    assert ranks(sending(*MOVED, timeout=LONG)) == [None]
+    assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_compiles_one_of_several_graphs_again_alone_goes_on(ranks):
+    """Another graph with the same gathers was decided otherwise, so the others may be about to disagree."""
+    for sends in (MOVED, BEFORE):
+        assert ranks(*[sending(*sends, timeout=LONG)] * 3) == [None] * 3
+    assert ranks(sending(*MOVED, timeout=LONG)) == [None]
     # and is not one ahead of the others from then on
     found = ranks(sending(*BEFORE), sending(*BEFORE), sending(*MOVED))
     assert [type(error) for error in found] == [RankDisagreement] * 3
+
+
+def test_a_rank_that_decides_anew_alone_is_an_error_on_it(ranks):
+    assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
+    start = time.monotonic()
+    (error,) = ranks(sending(*BEFORE, timeout=timedelta(seconds=2)))
+    assert time.monotonic() - start < 2  # before a collective of the others has waited for too long
+    assert isinstance(error, RankDisagreement)
+    assert "rank 1, 2 compiled none within 1 s, so it would send what was decided before" in str(error)
+    assert "on rank 0 and 'all_reduce i32[]' on rank 1" in str(error)
+    # what it decided is forgotten
+    assert ranks(*[sending(*BEFORE, timeout=LONG)] * 3) == [None] * 3
 
 
 def test_a_rank_that_never_comes_is_an_error_not_a_hang(ranks):

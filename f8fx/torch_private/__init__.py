@@ -43,6 +43,7 @@ from .distributed import (
     process_group,
     process_store,
     process_store_read,
+    ranks_timeout,
 )
 from .dynamo import (
     cause_of,
@@ -169,6 +170,7 @@ __all__ = [
     "process_group",
     "process_store",
     "process_store_read",
+    "ranks_timeout",
     "reshard_group",
     "reshards_after_forward",
     "schema_of",

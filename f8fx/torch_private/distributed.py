@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,6 +84,27 @@ def group_backends() -> list[str]:
     named = sorted((str(group.group_name), str(get_backend_config(group))) for group in groups)
     kinds = sorted({backend for _, backend in named})
     return kinds if len(kinds) == 1 else [f"{name}={backend}" for name, backend in named]
+
+
+def ranks_timeout(ranks: Sequence[int]) -> timedelta | None:
+    """The shortest timeout of the process groups of just these ranks; ``None`` where none is known.
+
+    ``distributed_c10d._world.pg_map``, ``ProcessGroup._device_types`` and ``_get_backend``, ``Backend.options._timeout``.
+    """
+    from torch.distributed import distributed_c10d, get_process_group_ranks, is_available, is_initialized
+
+    if not is_available() or not is_initialized():
+        return None
+    found: list[timedelta] = []
+    for group in distributed_c10d._world.pg_map:
+        if tuple(get_process_group_ranks(group)) != tuple(ranks):
+            continue
+        for device in group._device_types:
+            try:
+                found.append(group._get_backend(device).options._timeout)
+            except (AttributeError, RuntimeError):  # a device without a backend, or one without such options
+                continue
+    return min(found, default=None)
 
 
 def process_store() -> tuple[Any, int] | None:

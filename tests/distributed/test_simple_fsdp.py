@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from f8fx import recording
-from tests.distributed.harness import outcome_fixture
+from f8fx.torch_private import ranks_timeout
+from tests.distributed.harness import TIMEOUT, outcome_fixture
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import Block, bf16, compiled, randn
@@ -198,6 +200,25 @@ def check_ranks_that_decide_differently_get_an_error():
     filters = {"filter_fqns": ["gate"]} if dist.get_rank() else {}
     with pytest.raises(Exception, match="ranks decided differently about one graph"):
         compiled(sharded(), **filters)(randn(2, 16, 128))
+
+
+def check_a_rank_that_compiles_alone_waits_no_longer_than_its_group_would():
+    """Anew, where all have decided before; and a graph that no other rank has."""
+    known, unknown = sharded(), sharded(dtype=torch.float32)
+    compiled(known)(randn(2, 16, 128))
+    if dist.get_rank() == 0:
+        return
+    group = mesh().get_group()
+    limit = ranks_timeout(dist.get_process_group_ranks(group))
+    assert limit == TIMEOUT
+    _set_pg_timeout(timedelta(seconds=2), group)  # of this rank only
+    try:
+        with pytest.raises(Exception, match="rank 0 compiled none within 1 s"):
+            compiled(known, filter_fqns=["gate"])(randn(2, 16, 128))
+        with pytest.raises(Exception, match="rank 0 compiled no such graph within 2 s"):
+            compiled(unknown)(randn(2, 16, 128))
+    finally:
+        _set_pg_timeout(limit, group)
 
 
 CHECKS = [value for name, value in dict(globals()).items() if name.startswith("check_")]
