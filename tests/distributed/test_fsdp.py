@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,43 +43,55 @@ def same_as_one_process():
             assert_same(run, float8[name], f"{recipe}, {name}: FSDP2, float8 gathers")
 
 
-def other_data_on_every_rank():
-    """Against one process on the joint batch, in microbatches of the ranks' shares: the same bits for five steps.
+def other_data_on_every_rank(
+    recipes: tuple[str, ...] = RECIPES, optimizers: tuple[str, ...] = tuple(OPTIMIZERS), steps: int = 5
+):
+    """Against one process on the joint batch, in microbatches of the ranks' shares: the same bits for all steps.
 
-    Gradients are summed in the order of ranks in their own dtype, then divided by the number of ranks.
+    Gradients are summed in their own dtype in the order of gloo's reduce-scatter, then divided by the number of ranks.
     """
     rank = dist.get_rank()
-    for recipe in RECIPES:
-        for name, make in OPTIMIZERS.items():
-            net = {"depth": 1}
+    for recipe in recipes:
+        for name in optimizers:
+            make, net = OPTIMIZERS[name], {"depth": 1}
             model = Setup(recipe, world_mesh(), float8=True, net=net).build()
-            sharded = train(model, optimizer=make(model.parameters()), rank=rank)
+            sharded = train(model, steps, make(model.parameters()), rank=rank)
             model = Setup(recipe, net=net).build()
-            alone = microbatches(model, make(model.parameters()), rank)
+            alone = microbatches(model, make(model.parameters()), rank, steps)
             assert_same(sharded, alone, f"{recipe}, {name}: FSDP2, one process in microbatches")
 
 
-def microbatches(model, optimizer, rank: int, steps: int = 5) -> dict[str, Tensor]:
+def microbatches(model, optimizer, rank: int, steps: int) -> dict[str, Tensor]:
     """What :func:`train` returns, of the mean gradient over the data of all ranks; outputs are those of one."""
     seen: dict[str, Tensor] = {}
     ranks = range(dist.get_world_size())
     for step in range(steps):
-        sums: dict[str, Tensor] = {}
+        grads: dict[str, list[Tensor]] = {}
         for other in ranks:
             y = model(batch(step, other))
             loss_of(y).backward()
             if other == rank:
                 seen[f"output {step}"] = y.detach()
             for name, parameter in model.named_parameters():
-                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad
+                grads.setdefault(name, []).append(parameter.grad)
                 parameter.grad = None
         for name, parameter in model.named_parameters():
-            parameter.grad = sums[name] / len(ranks)
+            parameter.grad = summed_by_gloo(grads[name]) / len(ranks)
         if step == 0:
             seen |= {f"grad {name}": whole(p.grad) for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
     return seen | {f"weight {name}": whole(p) for name, p in model.named_parameters()}
+
+
+def summed_by_gloo(grads: list[Tensor]) -> Tensor:
+    """Of every rank's gradient: a ring adds to shard r those of ranks r - 1, r - 2, ..., r + 1 and at last of r."""
+    count = len(grads)
+    shards = []
+    for rank in range(count):
+        parts = [grads[(rank - 1 - hop) % count].chunk(count)[rank] for hop in range(count)]
+        shards.append(functools.reduce(torch.add, parts))
+    return torch.cat(shards)
 
 
 def the_joint_batch_as_a_whole():

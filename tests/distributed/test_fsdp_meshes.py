@@ -18,6 +18,7 @@ from f8fx.fsdp import enable_float8_all_gather
 from tests.distributed.harness import run_checks
 from tests.distributed.models import OPTIONS, Net, Setup, assert_same, batch, train, world_mesh
 from tests.distributed.sent import collectives
+from tests.distributed.test_fsdp import other_data_on_every_rank
 from tests.helpers import bf16
 
 
@@ -134,8 +135,13 @@ def empty():
     assert (0 in sizes) == (dist.get_rank() == 6)
 
 
+def other_data_on_four_ranks():
+    """Whose sums depend on their order, as those of two do not."""
+    other_data_on_every_rank(("tensorwise", "rowwise"), ("AdamW",), steps=3)
+
+
 def test_four_ranks():
-    run_checks(4, [hsdp, fsdp_and_tensor_parallel, smaller_groups_are_refused])
+    run_checks(4, [hsdp, fsdp_and_tensor_parallel, smaller_groups_are_refused, other_data_on_four_ranks])
 
 
 def test_three_ranks():
