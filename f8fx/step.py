@@ -98,7 +98,7 @@ class Sharded:
             return []
         found: list[Call] = []
         if float8 and (amaxes := sum(map(_amaxes, self._converted()))):
-            found.append(Call("all_reduce", "amaxes", "", False, ranks, {"float32": 4 * amaxes}, stride))
+            found.append(Call("all_reduce", "amaxes", "", False, ranks, {"int32": 4 * amaxes}, stride))
         for unit, params in self.units.items():
             if not params:
                 continue

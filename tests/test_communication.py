@@ -53,7 +53,7 @@ def test_every_byte_of_a_small_model():
         ("all_gather", "weights", "bfloat16", (2 * 2112 + 1024) * 2 * 3 // 4, (2 * 64 + 1024) * 2 * 3 // 4),
         ("all_gather", "weights", "float8_e4m3fn", 0, 2 * 2048 * 3 // 4),
         ("reduce_scatter", "gradients", "bfloat16", 3136 * 2 * 3 // 4, 3136 * 2 * 3 // 4),
-        ("all_reduce", "amaxes", "float32", 0, 2 * 4 * 3 // 4),
+        ("all_reduce", "amaxes", "int32", 0, 2 * 4 * 3 // 4),
     ]
 
 
@@ -73,7 +73,7 @@ def test_rowwise_sends_both_copies_or_each_in_its_half():
         assert c.doubled == (copies == "both")
         sizes[copies] = next(row[4] for row in c.rows if row[2] == "float8_e4m3fn")
         # an amax for each row and each column
-        assert c.rows[-1] == ("all_reduce", "amaxes", "float32", 0, 4 * (64 + 32))
+        assert c.rows[-1] == ("all_reduce", "amaxes", "int32", 0, 4 * (64 + 32))
     assert sizes == {"both": 2 * 2 * 2048 // 2, "alternate": 2 * 2048 // 2}
 
 
@@ -98,7 +98,7 @@ def test_frozen_weights_have_no_gradients_to_reduce():
 
 def test_mixed_precision_gathers_and_reduces_in_its_dtypes():
     c = predict(net().float(), 2, options(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert [row[2] for row in c.rows] == ["bfloat16", "float8_e4m3fn", "float32", "float32"]
+    assert [row[2] for row in c.rows] == ["bfloat16", "float8_e4m3fn", "float32", "int32"]
 
 
 def test_tensor_parallelism_divides_the_matrices():
