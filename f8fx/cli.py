@@ -16,10 +16,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from f8fx.demo.model import PRESETS as MODELS
 from f8fx.recipe import PRESETS as RECIPES
+
+if TYPE_CHECKING:
+    from f8fx.communication import World
 
 
 class UsageError(Exception):
@@ -99,21 +102,17 @@ def _explain(args: argparse.Namespace) -> int:
             find(args.target)
         except ValueError as error:
             raise UsageError(f"--target: {error}") from None
-    from f8fx.communication import World
-
-    if args.world is not None:
-        try:
-            World.parse(args.world)
-        except ValueError as error:
-            raise UsageError(f"--world: {error}") from None
     for option in ("json", "html"):
         path = getattr(args, option)
         if path is not None and (option, path) != ("json", "-"):
             _check_writable(f"--{option}", Path(path))
+    world = _world(args)
     function = _function(args.model)
     parallelize = _function(args.parallelize) if args.parallelize is not None else None
-    if parallelize is not None and (args.world is None or World.parse(args.world).tp == 1):
-        raise UsageError("--parallelize: needs ranks to split over, such as --world 8x4")
+    if parallelize is not None and (world is None or world.tp == 1):
+        raise UsageError(
+            "--parallelize: needs ranks to split over, such as --world 8x4 or --mesh fsdp=8,tp=4"
+        )
     try:
         made = function()
     except Exception as error:
@@ -128,18 +127,19 @@ def _explain(args: argparse.Namespace) -> int:
         raise UsageError(f"{wanted}; args was {_kind(inputs)}")
     if not callable(model):
         raise UsageError(f"{wanted}; model was {_kind(model)}")
-    if args.world is not None:
+    if world is not None:
         from torch import nn
 
         if not isinstance(model, nn.Module):
+            option = "--world" if args.mesh is None else "--mesh"
             raise UsageError(
-                f"--world: {args.model}() must return a module, it returned {type(model).__name__}"
+                f"{option}: {args.model}() must return a module, it returned {type(model).__name__}"
             )
 
     from f8fx.explanation import ExplainError, explain
 
     options: dict[str, Any] = {"recipe": args.recipe, "select": args.select}
-    options |= {"world": args.world, "copies": args.copies, "parallelize": parallelize}
+    options |= {"world": world, "copies": args.copies, "parallelize": parallelize}
     if args.target is not None:
         options["target"] = args.target
     try:
@@ -178,6 +178,27 @@ def _write(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{option}: cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def _world(args: argparse.Namespace) -> World | None:
+    """What ``--world`` and ``--mesh`` say; if both are given, of how many ranks the mesh is."""
+    from f8fx.communication import World
+
+    given: dict[str, World] = {}
+    for option, text in (("--world", args.world), ("--mesh", args.mesh)):
+        if text is not None:
+            try:
+                given[option] = World.parse(text)
+            except ValueError as error:
+                raise UsageError(f"{option}: {error}") from None
+    world, mesh = given.get("--world"), given.get("--mesh")
+    if world is None or mesh is None:
+        return world or mesh
+    if world not in (mesh, World(mesh.size)):
+        raise UsageError(
+            f"--world {args.world} and --mesh {args.mesh} contradict each other: give one of them"
+        )
+    return mesh
 
 
 def _function(spec: str) -> Callable[[], Any]:
@@ -249,20 +270,22 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--select", choices=("auto", "all"), default="auto")
     explain.add_argument(
         "--world",
-        "--mesh",
         metavar="N",
-        help="also what a training step sends under FSDP2 on N ranks; 8x4 or fsdp=8,tp=4: FSDP x tensor parallelism",
+        help="also what a training step sends under FSDP2 on N ranks; 8x4: FSDP x tensor parallelism",
+    )
+    explain.add_argument(
+        "--mesh", metavar="fsdp=N[,tp=M]", help="the same as --world NxM, by the names of the dimensions"
     )
     explain.add_argument(
         "--copies",
         choices=("both", "alternate"),
         default="both",
-        help="with --world: of rowwise weights, as enable_float8_all_gather takes it (default: both)",
+        help="with --world or --mesh: of rowwise weights, as enable_float8_all_gather takes it (default: both)",
     )
     explain.add_argument(
         "--parallelize",
         metavar="package.module:function",
-        help="with --world 8x4: a function that splits a model over a mesh of the last dimension, (model, mesh); what "
+        help="with --world 8x4 or --mesh fsdp=8,tp=4: a function that splits a model over a mesh of the last dimension, (model, mesh); what "
         "tensor parallelism sends is then counted",
     )
     explain.add_argument("--json", metavar="FILE", help='write the figures as JSON ("-": print them)')

@@ -48,7 +48,7 @@ class Communication:
         interconnect: what the seconds are predicted for, "" where that is unknown.
         high, float8: by collective and dtype.
         high_seconds, float8_seconds: predicted, ``None`` where the interconnect is unknown.
-        gathers: each 2-D parameter and whether it is gathered in float8.
+        gathers: each 2-D parameter and whether it is gathered in float8; none where nothing is gathered.
         doubled: whether a gather carries two float8 copies of some weight.
         graphs_counted: whether the collectives that stand in graphs are among them.
     """
@@ -146,6 +146,8 @@ def predict(
     world = World.parse(world)
     sharded = Sharded.of(model, world, options, param_dtype, reduce_dtype)
     graphs = in_graph or ((), ())
+    gathers = sharded.gathers if world.fsdp > 1 else ()
+    twice = any(len(p.formats) > 1 for params in sharded.units.values() for p in params)
     high = [*sharded.calls(False, training), *graphs[0]]
     float8 = [*sharded.calls(True, training, copies), *graphs[1]]
 
@@ -163,7 +165,7 @@ def predict(
         float8=totals(float8),
         high_seconds=seconds(high),
         float8_seconds=seconds(float8),
-        gathers=sharded.gathers,
+        gathers=gathers,
         graphs_counted=in_graph is not None,
-        doubled=copies == "both" and any(len(p.formats) > 1 for ps in sharded.units.values() for p in ps),
+        doubled=world.fsdp > 1 and copies == "both" and twice,
     )

@@ -59,7 +59,7 @@ class World:
 
     @staticmethod
     def parse(world: World | int | str) -> World:
-        """From ``8``, ``"8"``, ``"8x4"`` or ``"fsdp=8,tp=4"``.
+        """From ``8``, ``"8"``, ``"8x4"`` or ``"fsdp=8,tp=4"``, which may have its parts in the other order.
 
         Raises:
             ValueError: for anything else.
@@ -71,8 +71,10 @@ class World:
         text = str(world).replace(" ", "")
         if found := re.fullmatch(r"(\d+)(?:x(\d+))?", text):
             return World(int(found[1]), int(found[2] or 1))
-        if found := re.fullmatch(r"fsdp=(\d+)(?:,tp=(\d+))?", text):
-            return World(int(found[1]), int(found[2] or 1))
+        if re.fullmatch(r"(fsdp|tp)=\d+(,(?!\1)(fsdp|tp)=\d+)?", text):
+            sizes = dict(part.split("=") for part in text.split(","))
+            if "fsdp" in sizes:
+                return World(int(sizes["fsdp"]), int(sizes.get("tp", 1)))
         raise ValueError(f"world must be like 8, 8x4 (FSDP x TP) or fsdp=8,tp=4, got {world!r}")
 
 

@@ -112,6 +112,10 @@ def test_tensor_parallelism_divides_the_matrices():
 def test_one_rank_sends_nothing():
     c = predict(net(), 1, options(), interconnect=INTERCONNECTS["h100"])
     assert c.rows == [] and c.high_bytes == 0 and c.high_seconds == 0
+    for recipe in ("tensorwise", "rowwise"):
+        for world in (1, "1x2"):
+            note = wire_note(predict(net(), world, options(recipe)))
+            assert "gathered in float8" not in note and "two float8 copies" not in note
 
 
 @pytest.mark.parametrize(
@@ -121,6 +125,7 @@ def test_one_rank_sends_nothing():
         ("8", World(8)),
         ("8x4", World(8, 4)),
         ("fsdp=8,tp=4", World(8, 4)),
+        ("tp=4, fsdp=8", World(8, 4)),
         ("fsdp=2", World(2)),
     ],
 )
@@ -128,7 +133,9 @@ def test_worlds(text, world: World):
     assert World.parse(text) == world
 
 
-@pytest.mark.parametrize("text", ["0", "eight", "8x", "tp=4", "8x4x2", -1])
+@pytest.mark.parametrize(
+    "text", ["0", "eight", "8x", "tp=4", "tp=4,tp=4", "fsdp=4,fsdp=8", "tp=4,fsdp=0", "8x4x2", -1]
+)
 def test_worlds_that_cannot_be(text):
     with pytest.raises(ValueError, match="world"):
         World.parse(text)
@@ -205,6 +212,27 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]):
     assert "each rank of 8" in capsys.readouterr().out
     assert main(["explain", spec, "--world", "many"]) == 2
     assert "world must be like 8, 8x4" in capsys.readouterr().err
+
+
+def test_a_mesh_on_the_command_line(capsys: pytest.CaptureFixture[str]):
+    spec = "tests.test_communication:tiny"
+    for mesh in (["--mesh", "tp=4,fsdp=8"], ["--world", "32", "--mesh", "fsdp=8,tp=4"]):
+        assert main(["explain", spec, *mesh, "--json", "-"]) == 0
+        found = json.loads(capsys.readouterr().out)["communication"]
+        assert (found["fsdp"], found["tp"]) == (8, 4)
+    assert main(["explain", spec, "--world", "8", "--mesh", "fsdp=4"]) == 2
+    assert "--world 8 and --mesh fsdp=4 contradict each other" in capsys.readouterr().err
+    assert main(["explain", spec, "--mesh", "fsdp=many"]) == 2
+    assert "--mesh: world must be like" in capsys.readouterr().err
+    function = "tests.test_communication:no_module"
+    assert main(["explain", function, "--mesh", "fsdp=4"]) == 2
+    assert f"--mesh: {function}() must return a module" in capsys.readouterr().err
+    assert main(["explain", spec, "--mesh", "fsdp=4", "--parallelize", f"{__name__}:split"]) == 2
+    assert "--mesh fsdp=8,tp=4" in capsys.readouterr().err
+
+
+def no_module():
+    return torch.relu, (torch.ones(2),)
 
 
 # -- tensor parallelism
