@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in float8: half the bytes, the same bits.
+"""Weights that FSDP2 gathers in float8: half the bytes (rowwise: with ``copies="alternate"``), the same bits.
 
     from f8fx.fsdp import enable_float8_all_gather
 

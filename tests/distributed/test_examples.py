@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,20 +30,32 @@ class Gate(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def run(example):
+def run(example, fullgraph=True):
     """Runs an example as written, but with an executor that compiles fast and everything converted."""
     options = {"executor": "eager", "select": "all", "strict": True}
     plain = torch.compile
     try:
-        torch.compile = lambda model, backend: plain(model, backend=f8fx, options=options, fullgraph=True)
+        torch.compile = lambda model, backend: plain(
+            model, backend=f8fx, options=options, fullgraph=fullgraph
+        )
         model = example(Gate())
     finally:
         torch.compile = plain
     with recording() as reports:
-        model(randn(2, 16, 64)).sum().backward()
+        model(randn(2, 16, 64, seed=torch.distributed.get_rank())).sum().backward()
     (report,) = reports
     assert report.converted == report.total == 9
     return [gather.moved for gather in report.gathers]
+
+
+def check_ddp():
+    models = []
+    # DDP's own buckets are what splits the model into graphs
+    assert run(lambda model: models.append(model) or examples.ddp(model), fullgraph=False) == []
+    for parameter in models[0].parameters():
+        summed = parameter.grad.clone()
+        torch.distributed.all_reduce(summed)
+        assert torch.equal(summed, 2 * parameter.grad)  # other data on every rank, the same gradients
 
 
 def check_simple_fsdp():
@@ -68,7 +81,7 @@ def check_graph_trainer():
     assert sqnr(wanted, joint(x, w)) > 20  # of float8 against bf16
 
 
-CHECKS = [check_simple_fsdp, check_tensor_parallel, check_graph_trainer]
+CHECKS = [check_ddp, check_simple_fsdp, check_tensor_parallel, check_graph_trainer]
 outcome = outcome_fixture(2, CHECKS)
 
 
@@ -77,12 +90,22 @@ def test_two_ranks(outcome, check):
     assert check not in outcome, outcome[check]
 
 
-@pytest.mark.parametrize("name", ["simple_fsdp", "tensor_parallel", "graph_trainer"])
+@pytest.mark.parametrize("name", ["ddp", "simple_fsdp", "tensor_parallel", "graph_trainer"])
 def test_the_readme_shows_what_is_run(name):
-    """Line by line, but for the mesh, which is one of CPUs here."""
+    """All of it, line by line and in order, but for the mesh, which is one of CPUs here, and imports left out there."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (shown,) = re.findall(rf"<!-- example: collectives.{name} -->\n```python\n(.*?)```", readme, re.DOTALL)
-    source = {line.strip() for line in inspect.getsource(getattr(examples, name)).splitlines()}
-    lines = {line.strip().replace("model = torch.", "return torch.") for line in shown.splitlines()}
-    lines = {line for line in lines if line and "init_device_mesh(" not in line}
-    assert lines and lines <= source
+    _, body = inspect.getsource(getattr(examples, name)).split("\n", 1)
+    imports, source = parts(textwrap.dedent(body))
+    imports_shown, lines = parts(shown)
+    assert lines and lines == source
+    assert set(imports_shown) <= set(imports)
+
+
+def parts(code):
+    """Imports, and what else there is to compare; what an example returns is the README's model, or nothing."""
+    lines = [line for line in code.splitlines() if line]
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    rest = [line for line in lines if line not in imports and "init_device_mesh(" not in line]
+    rest = [re.sub(r"^return (?=torch)", "model = ", line) for line in rest]
+    return imports, [line for line in rest if not line.startswith("return ")]

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 
+def ddp(model):
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    return torch.compile(
+        DistributedDataParallel(model), backend="f8fx"
+    )  # gradients are reduced as without f8fx
+
+
 def simple_fsdp(model):
     import torch
     from torch import nn
