@@ -435,8 +435,15 @@ class TestOneRead(TestCase):
     """The launch is generated as Inductor's own are, and what follows is fused as ever."""
 
     def test_the_launch_is_generated(self):
+        """By the very call that launches a kernel of Inductor's: no dispatcher and no Python of ours in between."""
         _, backward = generated(NormLinear, (8192, 4096), recipe="rowwise")
-        assert "row_cast_columns_kernel" in backward.code and "num_warps" in backward.code
+        launches = re.findall(r"^ +(\w+)\.run\(.*, stream=(\w+)\)$", backward.code, re.MULTILINE)
+        kernels = dict(launches)
+        assert {"row_cast_columns_kernel_0"} < set(kernels) and len(set(kernels.values())) == 1
+        for name in kernels:
+            assert backward.code.count(f"{name} = async_compile.triton(") == 1
+        called = [line for line in backward.code.splitlines() if not line.lstrip().startswith("#")]
+        assert not any("torch.ops.f8fx" in line for line in called)
 
     def test_merged_weights(self):
         found = generated(GateUp, (8192, 4096), recipe="rowwise")

@@ -92,6 +92,18 @@ def test_cuda_graphs(recipe):
     assert all(torch.equal(results[0], r) for r in results)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cuda_graphs_in_training(recipe):
+    """With the kernels that only a backward has."""
+    model, x, grad = block(), normal(4, 256, 512), normal(4, 256, 512, seed=1)
+    want = gradients(model, compiled(model, recipe=recipe, executor="inductor"), x, grad)
+    replayed = compiled(model, recipe=recipe, executor="inductor", inductor={"triton.cudagraphs": True})
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = {name: value.clone() for name, value in gradients(model, replayed, x, grad).items()}
+        assert all(torch.equal(want[name], got[name]) for name in want)
+
+
 def test_no_host_synchronisation():
     model, x, grad = block(), normal(4, 256, 512), normal(4, 256, 512, seed=1)
     call = compiled(model, executor="inductor")

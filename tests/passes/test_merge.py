@@ -271,8 +271,10 @@ def test_precision_is_that_of_separate_gemms(recipe):
     torch.manual_seed(0)
     model, x = Attention().to(bf16), randn(4, 64, K)
     want = [t.clone() for t in reference(model, x)]
-    merged = [t.clone() for t in trained(model, x, recipe=recipe)]
-    separate = [t.clone() for t in trained(model, x, recipe=recipe, merge="never")]
+    with f8fx.recording() as reports:
+        merged = [t.clone() for t in trained(model, x, recipe=recipe)]
+        separate = [t.clone() for t in trained(model, x, recipe=recipe, merge="never")]
+    assert [any(merge.merged for merge in report.merges) for report in reports] == [True, False]
     for w, a, b in zip(want, merged, separate, strict=True):
         assert sqnr(w, a) > sqnr(w, b) - 0.3
 
