@@ -3,7 +3,7 @@
 ``torch.compile`` does not look the stock backend up by name: it calls
 ``torch._inductor.compile_fx.compile_fx``. While installed, that name leads to f8fx, which rewrites
 the graph and calls the original; uninstalling puts the original back. Graphs compiled before stay as
-they are (``torch.compiler.reset()`` drops them).
+they are (``torch.compiler.reset()`` drops them). AOTInductor comes to that function with a compiler of its own, and is let through.
 """
 
 from __future__ import annotations

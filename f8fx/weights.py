@@ -54,12 +54,13 @@ def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
     Needed after writes that leave no trace in PyTorch:
 
     * through an alias that ``p.data`` handed out before the weight was first cached;
+    * through ``.data`` of another tensor with the same memory: one out of ``state_dict()``, ``p.detach()``, ``p.view(...)``;
     * by a collective, a CUDA kernel or a library that is given the memory's address (``data_ptr``, DLPack, NumPy);
     * by replaying a CUDA graph that holds an optimizer step;
     * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
       no training graph compiled with this option ran before it;
-    * by calling a fused optimizer kernel (``torch._fused_adamw_``, ``torch.optim.adamw.adamw(fused=True)``) oneself, or under
-      ``torch.autograd._unsafe_preserve_version_counter``.
+    * by calling a fused optimizer kernel (``torch._fused_adamw_``, ``torch.optim.adamw.adamw(fused=True)``) oneself;
+    * under ``torch.autograd._unsafe_preserve_version_counter``, which hides writes of every kind.
 
     Args:
         model: a module, or parameters; default: all there are.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,22 @@ def torchao_compiled(model, config):
         converted = torchao.convert_to_float8_training(copy.deepcopy(model), config=config)
     torch._dynamo.reset()
     return converted, torch.compile(converted)
+
+
+def test_the_readmes_quick_start_for_cpus_logs_what_it_says(caplog: pytest.LogCaptureFixture):
+    """Executed as it stands there."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    quoted = re.search(
+        r"<!-- example: quick_start -->\n```python\n(.*?)# INFO:f8fx:(.*?)\n```", readme, re.DOTALL
+    )
+    assert quoted is not None
+    code, line = quoted.groups()
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO, logger="f8fx"):
+        exec(compile(code, "README.md", "exec"), {})
+    assert [
+        record.getMessage().removesuffix(" [cached]") for record in caplog.records if record.name == "f8fx"
+    ] == [line]
 
 
 @pytest.mark.parametrize("recipe", ["e4m3", "rowwise", "rowwise_with_gw_hp"])
