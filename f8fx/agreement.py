@@ -26,12 +26,12 @@ import hashlib
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from .report import Traffic
-from .torch_private import process_store, process_store_read, ranks_timeout
+from .torch_private import group_timeout, process_store, process_store_read
 
 #: How long at most a rank waits for the others to compile the same graph; less if the process group's timeout is less.
 TIMEOUT = timedelta(minutes=10)
@@ -56,12 +56,12 @@ def confirm(traffic: Sequence[Traffic]) -> None:
         RankDisagreement: if one decided differently, or compiled no such graph within the process group's timeout.
     """
     for one in traffic:
-        _confirm(one, min(TIMEOUT, ranks_timeout(one.ranks) or TIMEOUT))
+        _confirm(one, min(TIMEOUT, group_timeout(one.group) or TIMEOUT))
 
 
 def confirm_plain(traffic: Sequence[Traffic]) -> None:
     """:func:`confirm` for a graph that is to run as if f8fx were not there."""
-    confirm([Traffic(one.ranks, one.gathers, (_PLAIN,)) for one in traffic])
+    confirm([replace(one, sends=(_PLAIN,)) for one in traffic])
 
 
 def _confirm(traffic: Traffic, timeout: timedelta) -> None:

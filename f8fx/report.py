@@ -126,11 +126,13 @@ class Traffic:
         ranks: the group's ranks.
         gathers: the graph's all-gathers before the passes, in order.
         sends: all-gathers, and reductions of amaxes, after them.
+        group: the group's name, which other processes may not know it by.
     """
 
     ranks: tuple[int, ...]
     gathers: tuple[str, ...]
     sends: tuple[str, ...]
+    group: str = ""
 
 
 @dataclass
@@ -254,7 +256,10 @@ class GraphReport:
             )
             for m in data.get("merges", ())
         ]
-        traffic = [Traffic(**{k: tuple(v) for k, v in t.items()}) for t in data.get("traffic", ())]
+        traffic = [
+            Traffic(tuple(t["ranks"]), tuple(t["gathers"]), tuple(t["sends"]), t.get("group", ""))
+            for t in data.get("traffic", ())
+        ]
         lists = {"decisions": decisions, "merges": merges, "gathers": gathers, "traffic": traffic}
         return GraphReport(**{**data, **lists})
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from f8fx.report import Traffic
-from f8fx.torch_private import c10d, group_ranks
+from f8fx.torch_private import c10d, group_ranks, process_group
 
 from .describe import kind
 from .gather import all_gather
@@ -41,7 +41,7 @@ def gathers(graph: fx.Graph) -> Sent:
 def traffic(before: Sent, after: Sent) -> list[Traffic]:
     """For each group with gathers, what was sent over it and what is."""
     return [
-        Traffic(group_ranks(group), texts, after.get(group, ()))
+        Traffic(group_ranks(group), texts, after.get(group, ()), process_group(group).group_name)
         for group, texts in before.items()
         if len(group_ranks(group)) > 1
     ]

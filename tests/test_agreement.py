@@ -33,7 +33,7 @@ def ranks(store, monkeypatch):
     pool = ThreadPoolExecutor(3)
     current = threading.local()
     monkeypatch.setattr(agreement, "process_store", lambda: (store, current.rank))
-    monkeypatch.setattr(agreement, "ranks_timeout", lambda ranks: current.timeout)
+    monkeypatch.setattr(agreement, "group_timeout", lambda group: current.timeout)
     monkeypatch.setattr(agreement, "ALONE", timedelta(seconds=0.5))
 
     def run(*calls):

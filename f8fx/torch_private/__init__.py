@@ -39,11 +39,11 @@ from .distributed import (
     group_backends,
     group_rank,
     group_ranks,
+    group_timeout,
     is_collective,
     process_group,
     process_store,
     process_store_read,
-    ranks_timeout,
 )
 from .dynamo import (
     cause_of,
@@ -141,6 +141,7 @@ __all__ = [
     "group_backends",
     "group_rank",
     "group_ranks",
+    "group_timeout",
     "in_backward",
     "inductor_cache_dir",
     "inductor_cache_hits",
@@ -170,7 +171,6 @@ __all__ = [
     "process_group",
     "process_store",
     "process_store_read",
-    "ranks_timeout",
     "reshard_group",
     "reshards_after_forward",
     "schema_of",

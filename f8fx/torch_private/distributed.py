@@ -60,6 +60,24 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     return () if get_backend(found) == "fake" else tuple(get_process_group_ranks(found))
 
 
+def group_timeout(group: Any) -> timedelta | None:
+    """After which collectives of a group fail, the shortest of its backends'; ``None`` where that is not known.
+
+    ``ProcessGroup._device_types`` and ``_get_backend``, ``Backend.options._timeout``.
+    """
+    found = process_group(group)
+    timeouts: list[timedelta] = []
+    for device in () if found is None else found._device_types:
+        try:
+            timeouts.append(found._get_backend(device).options._timeout)
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # a device without a backend, or a backend without such options
+            continue
+    return min(timeouts, default=None)
+
+
 def group_backend(group: Any, device: torch.device) -> str | None:
     """Name of the backend that carries a group's tensors on a device (``distributed_c10d.BackendConfig``)."""
     found = process_group(group)
@@ -84,27 +102,6 @@ def group_backends() -> list[str]:
     named = sorted((str(group.group_name), str(get_backend_config(group))) for group in groups)
     kinds = sorted({backend for _, backend in named})
     return kinds if len(kinds) == 1 else [f"{name}={backend}" for name, backend in named]
-
-
-def ranks_timeout(ranks: Sequence[int]) -> timedelta | None:
-    """The shortest timeout of the process groups of just these ranks; ``None`` where none is known.
-
-    ``distributed_c10d._world.pg_map``, ``ProcessGroup._device_types`` and ``_get_backend``, ``Backend.options._timeout``.
-    """
-    from torch.distributed import distributed_c10d, get_process_group_ranks, is_available, is_initialized
-
-    if not is_available() or not is_initialized():
-        return None
-    found: list[timedelta] = []
-    for group in distributed_c10d._world.pg_map:
-        if tuple(get_process_group_ranks(group)) != tuple(ranks):
-            continue
-        for device in group._device_types:
-            try:
-                found.append(group._get_backend(device).options._timeout)
-            except (AttributeError, RuntimeError):  # a device without a backend, or one without such options
-                continue
-    return min(found, default=None)
 
 
 def process_store() -> tuple[Any, int] | None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from f8fx import recording
-from f8fx.torch_private import ranks_timeout
+from f8fx.torch_private import group_timeout
 from tests.distributed.harness import TIMEOUT, outcome_fixture
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
@@ -209,7 +209,7 @@ def check_a_rank_that_compiles_alone_waits_no_longer_than_its_group_would():
     if dist.get_rank() == 0:
         return
     group = mesh().get_group()
-    limit = ranks_timeout(dist.get_process_group_ranks(group))
+    limit = group_timeout(group.group_name)
     assert limit == TIMEOUT
     _set_pg_timeout(timedelta(seconds=2), group)  # of this rank only
     try:

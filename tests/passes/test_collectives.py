@@ -1067,7 +1067,7 @@ def test_the_line_and_the_table_say_what_became_of_gathers():
 
 def test_the_report_survives_the_cache():
     _, report = rewritten(two_gathers, (16, 64), (24, 64), (24, 64))
-    report.traffic = [Traffic((0, 1), ("before",), ("after", "after"))]
+    report.traffic = [Traffic((0, 1), ("before",), ("after", "after"), "fsdp")]
     assert GraphReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 
