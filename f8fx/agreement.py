@@ -40,7 +40,7 @@ ALONE = timedelta(seconds=10)
 #: How long at most for a decision that is new, where the others have made another before. Ranks leave a collective
 #: together; what then separates them is the time to trace one graph, or to find it in a cache. At most half of the process
 #: group's timeout, so that the error is there before the others' collective fails.
-ANEW = timedelta(minutes=1)
+ANEW = timedelta(minutes=5)
 _POLL_SECONDS = (0.01, 1.0)
 _PLAIN = "as without f8fx"
 
