@@ -26,6 +26,7 @@ PASS_COLOURS = (
     "#8a8a8a",
     "#333333",
     "#5a6b2f",
+    "#d98c8c",
 )
 LABELS = {"f8fx": "f8fx, all", "f8fx_auto": "f8fx, auto"}
 

@@ -274,7 +274,9 @@ def _parser() -> argparse.ArgumentParser:
         help="also what a training step sends under FSDP2 on N ranks; 8x4: FSDP x tensor parallelism",
     )
     explain.add_argument(
-        "--mesh", metavar="fsdp=N[,tp=M]", help="the same as --world NxM, by the names of the dimensions"
+        "--mesh",
+        metavar="fsdp=N[,tp=M][,replicate=R]",
+        help="the same by the names of the dimensions; replicate: HSDP",
     )
     explain.add_argument(
         "--copies",

@@ -6,7 +6,8 @@ The model is sharded as :mod:`f8fx.fsdp` documents it. Its blocks (the elements 
 * every block gathers its parameters in the forward and again in the backward (``reshard_after_forward=True``); the
   root gathers once, since FSDP2 keeps what the root has gathered. A model without such a list is taken for one block
   of a larger model, as ``f8fx explain f8fx.demo.examples:llama3_8b`` means it;
-* every block, and the root, reduce-scatters its gradients once, in high precision;
+* every block, and the root, reduce-scatters its gradients once, in high precision, and with replicas (HSDP) all-reduces
+  its shard of them;
 * with float8 gathers, one all-reduce takes the amaxes of all weights when the forward begins.
 
 Which weights are gathered in float8 is asked of the function that ``enable_float8_all_gather`` asks. A rank holds
@@ -42,7 +43,7 @@ class Communication:
     """What one rank sends in a step, as it is and with float8 gathers.
 
     Attributes:
-        fsdp, tp: sizes of the mesh.
+        fsdp, tp, replicate: sizes of the mesh.
         recipe, copies: of the float8 gathers.
         training: whether there is a backward.
         interconnect: what the seconds are predicted for, "" where that is unknown.
@@ -66,11 +67,12 @@ class Communication:
     gathers: tuple[GatherDecision, ...]
     doubled: bool = False
     graphs_counted: bool = False
+    replicate: int = 1
 
     @property
     def world(self) -> World:
         """The mesh."""
-        return World(self.fsdp, self.tp)
+        return World(self.fsdp, self.tp, self.replicate)
 
     @property
     def high_bytes(self) -> int:
@@ -130,7 +132,7 @@ def predict(
 
     Args:
         model: may be on ``"meta"``; not sharded yet. DTensors of tensor parallelism are taken as they are split.
-        world: ranks, or FSDP x TP; see :meth:`World.parse`.
+        world: ranks, FSDP x TP, or HSDP; see :meth:`World.parse`.
         options: of the backend: recipe, filters, target.
         training: with a backward.
         copies: of rowwise weights, as ``enable_float8_all_gather`` takes it.
@@ -168,4 +170,5 @@ def predict(
         gathers=gathers,
         graphs_counted=in_graph is not None,
         doubled=world.fsdp > 1 and copies == "both" and twice,
+        replicate=world.replicate,
     )

@@ -239,7 +239,7 @@ def explain(
         target: name of the hardware; ``None``: the device the tensors are on.
         dynamic: take sizes of inputs as symbolic; rows then say from which M float8 pays.
         world: ranks that the model would be trained on under FSDP2: ``8``, or ``"8x4"`` (or ``"fsdp=8,tp=4"``) for
-            FSDP x tensor parallelism. The explanation then says what a step sends, see
+            FSDP x tensor parallelism, ``"replicate=2,fsdp=8"`` for HSDP. The explanation then says what a step sends, see
             :mod:`f8fx.communication`; `model` is a module that is not sharded yet. No process group is needed.
         copies: of rowwise weights, as ``f8fx.fsdp.enable_float8_all_gather`` takes it.
         parallelize: tensor parallelism: ``parallelize(model, mesh)`` splits a copy of the model over a mesh of the

@@ -93,9 +93,7 @@ class Sharded:
 
     def calls(self, float8: bool, training: bool = True, copies: Copies = "both") -> list[Call]:
         """The collectives of one step."""
-        ranks, stride = self.world.fsdp, self.world.tp
-        if ranks == 1:
-            return []
+        ranks, stride, replicas = self.world.fsdp, self.world.tp, self.world.replicate
         found: list[Call] = []
         if float8 and (amaxes := sum(map(_amaxes, self._converted()))):
             found.append(Call("all_reduce", "amaxes", "", False, ranks, {"int32": 4 * amaxes}, stride))
@@ -107,14 +105,16 @@ class Sharded:
                 content = int(backward) if copies == "alternate" and again else None
                 sizes = _summed(self._gathered(p, content if float8 else None, float8) for p in params)
                 found.append(Call("all_gather", "weights", unit, backward, ranks, sizes, stride))
-            reduced = _summed(
-                [(_name(p.reduce_dtype), ranks * p.shard(ranks) * p.reduce_dtype.itemsize)]
+            shards = _summed(
+                [(_name(p.reduce_dtype), p.shard(ranks) * p.reduce_dtype.itemsize)]
                 for p in params
                 if p.trained and training
             )
-            if reduced:
-                found.append(Call("reduce_scatter", "gradients", unit, True, ranks, reduced, stride))
-        return found
+            if shards:
+                whole = {dtype: ranks * count for dtype, count in shards.items()}
+                found.append(Call("reduce_scatter", "gradients", unit, True, ranks, whole, stride))
+                found.append(Call("all_reduce", "gradients", unit, True, replicas, shards, stride * ranks))
+        return [call for call in found if call.ranks > 1]
 
     def _converted(self) -> list[_Parameter]:
         return [p for params in self.units.values() for p in params if p.formats]

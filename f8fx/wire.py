@@ -39,27 +39,35 @@ _OPS: Mapping[str, Op] = {
 
 @dataclass(frozen=True)
 class World:
-    """The mesh: ranks that FSDP2 shards over, times ranks that tensor parallelism splits over."""
+    """The mesh: ranks that FSDP2 shards over, times ranks that tensor parallelism splits over, times replicas.
+
+    Attributes:
+        replicate: how many groups hold all of the model, as in HSDP; the mesh's first dimension.
+    """
 
     fsdp: int
     tp: int = 1
+    replicate: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in (("fsdp", self.fsdp), ("tp", self.tp)):
+        for name, size in (("fsdp", self.fsdp), ("tp", self.tp), ("replicate", self.replicate)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"world: {name} must be a whole number of at least 1, got {size!r}")
 
     @property
     def size(self) -> int:
         """All ranks."""
-        return self.fsdp * self.tp
+        return self.replicate * self.fsdp * self.tp
 
     def __str__(self) -> str:
-        return f"{self.fsdp} x {self.tp} (FSDP x TP)" if self.tp > 1 else str(self.fsdp)
+        dims = (("replicas", self.replicate), ("FSDP", self.fsdp), ("TP", self.tp))
+        shown = [(name, str(size)) for name, size in dims if size > 1 or name == "FSDP"]
+        names, sizes = (" x ".join(column) for column in zip(*shown, strict=True))
+        return sizes if len(shown) == 1 else f"{sizes} ({names})"
 
     @staticmethod
     def parse(world: World | int | str) -> World:
-        """From ``8``, ``"8"``, ``"8x4"`` or ``"fsdp=8,tp=4"``, which may have its parts in the other order.
+        """From ``8``, ``"8"``, ``"8x4"`` or ``"replicate=2,fsdp=8,tp=4"``, which may have its parts in any order.
 
         Raises:
             ValueError: for anything else.
@@ -71,11 +79,13 @@ class World:
         text = str(world).replace(" ", "")
         if found := re.fullmatch(r"(\d+)(?:x(\d+))?", text):
             return World(int(found[1]), int(found[2] or 1))
-        if re.fullmatch(r"(fsdp|tp)=\d+(,(?!\1)(fsdp|tp)=\d+)?", text):
-            sizes = dict(part.split("=") for part in text.split(","))
-            if "fsdp" in sizes:
-                return World(int(sizes["fsdp"]), int(sizes.get("tp", 1)))
-        raise ValueError(f"world must be like 8, 8x4 (FSDP x TP) or fsdp=8,tp=4, got {world!r}")
+        parts = [re.fullmatch(r"(fsdp|tp|replicate)=(\d+)", part) for part in text.split(",")]
+        sizes = {part[1]: int(part[2]) for part in parts if part}
+        if len(sizes) == len(parts) and "fsdp" in sizes:
+            return World(**sizes)
+        raise ValueError(
+            f"world must be like 8, 8x4 (FSDP x TP), fsdp=8,tp=4 or replicate=2,fsdp=8 (HSDP), got {world!r}"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import f8fx
 from f8fx.cli import main
-from f8fx.communication import Call, Communication, World, predict
+from f8fx.communication import Call, Communication, Sharded, World, predict
 from f8fx.demo.model import Decoder, DecoderConfig
 from f8fx.explain_show import wire_note
 from f8fx.explanation import Explanation
@@ -127,6 +127,8 @@ def test_one_rank_sends_nothing():
         ("fsdp=8,tp=4", World(8, 4)),
         ("tp=4, fsdp=8", World(8, 4)),
         ("fsdp=2", World(2)),
+        ("replicate=4,fsdp=8", World(8, replicate=4)),
+        ("fsdp=8,tp=4,replicate=2", World(8, 4, 2)),
     ],
 )
 def test_worlds(text, world: World):
@@ -134,11 +136,31 @@ def test_worlds(text, world: World):
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "eight", "8x", "tp=4", "tp=4,tp=4", "fsdp=4,fsdp=8", "tp=4,fsdp=0", "8x4x2", -1]
+    "text",
+    ["0", "eight", "8x", "tp=4", "tp=4,tp=4", "fsdp=4,fsdp=8", "tp=4,fsdp=0", "8x4x2", "replicate=2", -1],
 )
 def test_worlds_that_cannot_be(text):
     with pytest.raises(ValueError, match="world"):
         World.parse(text)
+
+
+def test_replicas_reduce_their_shards():
+    """Beside what their group of ranks sends: an all-reduce of the gradients' shards, over ranks a group apart."""
+    alone, hsdp = (
+        Sharded.of(net(), World.parse(w), options()).calls(True) for w in (4, "replicate=2,fsdp=4")
+    )
+    added = [call for call in hsdp if call not in alone]
+    assert [call for call in hsdp if call in alone] == alone
+    scattered = [call for call in alone if call.op == "reduce_scatter"]
+    assert {call.op for call in added} == {"all_reduce"} and len(added) == len(scattered)
+    for call, whole in zip(added, scattered, strict=True):
+        assert (call.ranks, call.stride, call.backward) == (2, 4, True)
+        assert {dtype: 4 * count for dtype, count in call.bytes.items()} == dict(whole.bytes)
+    assert str(World.parse("replicate=2,fsdp=4")) == "2 x 4 (replicas x FSDP)"
+    assert (
+        Communication.from_dict(predict(net(), "replicate=2,fsdp=4", options()).to_dict()).world.replicate
+        == 2
+    )
 
 
 # -- seconds --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from f8fx.communication import Sharded, World
@@ -40,12 +41,15 @@ def on_gloo(dtypes: Collection[str]) -> str:
     return "uint8" if others or first.startswith("float8") else first
 
 
-def predicted(setup: Setup, float8: bool, **policy: torch.dtype) -> Counter[tuple[str, str, int]]:
+def predicted(
+    setup: Setup, float8: bool, world: World | None = None, **policy: torch.dtype
+) -> Counter[tuple[str, str, int]]:
     """The same, from shapes."""
+    world = world or World(dist.get_world_size())
     with torch.device("meta"):
         model = Net(**setup.net).to(setup.dtype)
     options = Options.parse({"recipe": setup.recipe, "filter_fqns": ["head"], "target": "cpu"})
-    calls = Sharded.of(model, World(dist.get_world_size()), options, **policy).calls(
+    calls = Sharded.of(model, world, options, **policy).calls(
         float8, copies=setup.enable.get("copies", "both")
     )
     return Counter((call.op, on_gloo(call.bytes), sum(call.bytes.values())) for call in calls)
@@ -74,6 +78,20 @@ def rowwise():
 def mixed_precision():
     policy = {"param_dtype": bf16, "reduce_dtype": torch.float32}
     compare("tensorwise", torch.float32, shard={"mp_policy": MixedPrecisionPolicy(**policy)}, **policy)
+
+
+def replicas():
+    """HSDP on four ranks; the numbers of its groups are all even."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for recipe in ("tensorwise", "rowwise"):
+        for float8 in (False, True):
+            setup = Setup(recipe, mesh, float8)
+            real, model = measured(setup), predicted(setup, float8, World(2, replicate=2))
+            assert real == model, (recipe, float8, real - model, model - real)
+
+
+def test_replicas():
+    run_checks(4, [replicas])
 
 
 @pytest.mark.parametrize("world", [2, 3])
