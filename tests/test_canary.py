@@ -230,11 +230,14 @@ def generated(name, monkeypatch=None, **forms):
 @pytest.mark.parametrize("name", ["transposed cast", "both casts"])
 def test_the_transposed_store_stands_beside_a_minimum_or_maximum(name, monkeypatch):
     """Else the check would not see the bug it is there for; in the safe form it stands alone."""
-    assert len(generated(name).triton) == 1
-    realized = generated(name, monkeypatch, transpose="realized")
-    assert len(realized.triton) == 2
-    source, store = realized.code.split("@triton.jit")[1:]
-    assert "tl.float8" not in source and "tl.float8" in store
+
+    def casts(
+        code,
+    ):  # kernels that load anything, others write zeros beside a copy; whether they cast what they load
+        return [".to(tl.float8" in text for text in code.split("@triton.jit")[1:] if "tl.load" in text]
+
+    assert casts(generated(name).code) == [True]
+    assert casts(generated(name, monkeypatch, transpose="realized").code) == [False, True]
 
 
 def test_definitions_are_called_out_of_the_code(monkeypatch):

@@ -142,9 +142,10 @@ def test_without_checkpointing_float8_saves_less_than_bf16(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_lean_saves_no_copy_of_what_the_backward_can_rebuild(recipe):
-    """Norm and SwiGLU outputs are rebuilt from what is saved anyway; "fast" keeps copies of the weights."""
+    """Norm and SwiGLU outputs are rebuilt from what is saved anyway; "fast" keeps copies of weights that have one scale."""
     lean, fast = saved("none", recipe), saved("none", recipe, save="fast")
-    assert sum(lean.values()) < sum(fast.values())
+    more = sum(fast.values()) - sum(lean.values())
+    assert more > 0 if recipe == "tensorwise" else more == 0
     assert not [name for name, size in lean.items() if "quantize" in name and size > 64 * 128]
 
 

@@ -7,9 +7,7 @@ def ddp(model):
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    return torch.compile(
-        DistributedDataParallel(model), backend="f8fx"
-    )  # gradients are reduced as without f8fx
+    return torch.compile(DistributedDataParallel(model), backend="f8fx")  # gradients as without f8fx
 
 
 def simple_fsdp(model):
