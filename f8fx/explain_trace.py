@@ -22,12 +22,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from .graph_bytes import communicated_bytes, saved_bytes
 from .parallelized import dtensor_like, is_dtensor
 from .partition import Partitioner
 from .passes import Pipeline
@@ -39,12 +40,9 @@ from .torch_private import (
     cause_of,
     decompositions,
     fake_tensor_mode,
-    is_collective,
     is_fake,
     min_cut_partition,
     opens_autocast,
-    size_hint,
-    storage_key,
     tree_leaves,
     tree_map,
     unlogged_fake_errors,
@@ -319,48 +317,6 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     result: Any = copied.graph_copy(graph, {})
     copied.output(result).meta = copy.copy(graph.output_node().meta)
     return copied
-
-
-# -- counting bytes -------------------------------------------------------------------------------
-
-
-def saved_bytes(forward: fx.Graph, outputs: int) -> int:
-    """Bytes a forward graph keeps for its backward, beside its inputs.
-
-    Args:
-        outputs: how many of its outputs are the user's; what follows is for the backward.
-    """
-    free = {
-        storage_key(value)
-        for node in forward.nodes
-        if node.op in ("placeholder", "get_attr")
-        for value in _values(node)
-    }
-    kept: dict[int, int] = {}
-    for node in cast("Sequence[Any]", forward.output_node().args[0])[outputs:]:
-        for value in _values(node) if isinstance(node, fx.Node) else ():
-            if storage_key(value) not in free:
-                kept[storage_key(value)] = size_hint(value.untyped_storage().nbytes()) or 0
-    return sum(kept.values())
-
-
-def communicated_bytes(graph: fx.Graph) -> int:
-    """Bytes in a graph's collectives: of each, its input or its output, whichever is larger."""
-    total = 0
-    for node in graph.nodes:
-        if not is_collective(node) or "wait" in str(node.target):
-            continue
-        sent = sum(_nbytes(value) for source in node.all_input_nodes for value in _values(source))
-        total += max(sent, sum(map(_nbytes, _values(node))))
-    return total
-
-
-def _values(node: fx.Node) -> list[Tensor]:
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-
-
-def _nbytes(value: Tensor) -> int:
-    return math.prod(size_hint(size) or 0 for size in value.shape) * value.dtype.itemsize
 
 
 # -- as on the target -----------------------------------------------------------------------------
