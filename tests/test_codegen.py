@@ -426,8 +426,9 @@ def test_each_gemm_reads_the_scales_of_its_own_weight():
     """They lie one behind the other; torch 2.11 reads a view by strides from where its buffer begins."""
     forward, _ = generated(Chain, (2048, 1024), recipe="rowwise")
     assert len(re.findall(r"row_cast_columns_kernel_\d\.run\(", forward.code)) == 1
-    scales = re.findall(r"reinterpret_tensor\(buf1, \(1, 1024\), \(1024, 1\), (\d+)\)", forward.code)
-    assert len(scales) == 3 == len(set(scales)), scales
+    scales = re.findall(r"reinterpret_tensor\((\w+), \(1, 1024\), \(1024, 1\), (\d+)\)", forward.code)
+    # those of the three weights come first; behind them are scales of columns that are saved
+    assert len(set(scales[:3])) == 3, scales
 
 
 @pytest.mark.skipif(not LISTED, reason="the lists below are those of torch 2.13")

@@ -194,7 +194,7 @@ def test_an_odd_number_of_tokens(recipe):
     case = traffic.Case(recipe)
     even, odd = (traffic.count(*traffic.block("mlp", tokens), case) for tokens in (8192, 8191))
     assert odd["est_bytes"] <= 1.05 * even["est_bytes"]
-    assert odd["triton_kernels"] <= even["triton_kernels"] + 2
+    assert odd["triton_kernels"] <= even["triton_kernels"] + 3
 
 
 def test_more_tokens_are_no_more_launches():
