@@ -224,7 +224,7 @@ class Lowering:
         self._lowering.lowerings[triton_kernel_wrapper_mutation](
             kernel_idx=kernel_side_table.add_kernel(_with_warps(kernel, tuple(warps))),
             constant_args_idx=kernel_side_table.add_constant_args(constants),
-            grid=[(programs,)],
+            grid=[(programs, 1, 1)],  # the generated launcher takes three numbers
             tma_descriptor_metadata={},
             kwargs=values,
         )

@@ -2,10 +2,6 @@
 
 Triton decides at import whether kernels are compiled or interpreted, so the tests proper run in a
 process of their own, with ``TRITON_INTERPRET=1``: in any other, this file is one test that starts it.
-
-The interpreter converts floats by its own arithmetic, which rounds half up, loses NaN and gets subnormals
-wrong (Triton 3.6 to 3.9; https://github.com/triton-lang/triton/pull/11897 mends it). That one instruction is
-replaced by torch's conversion, which rounds to nearest even as GPUs do; all else is the interpreter's.
 """
 
 from __future__ import annotations
@@ -34,6 +30,7 @@ from f8fx.kernels import (
 )
 from f8fx.recipe import EPS
 from f8fx.torch_private import jit_function
+from tests.interpreter import as_on_gpus
 from tests.kernels import written as texts
 
 pytest.importorskip("triton")
@@ -80,38 +77,9 @@ def test_interpreted():
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def torch_conversion(input, input_dtype, output_dtype, rounding_mode):
-    """``triton.runtime.interpreter._convert_float`` with torch's arithmetic."""
-    import numpy as np
-
-    floats = {name: dtype for dtype, name in launch.TRITON_FLOAT8.items()}
-    floats |= {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    carriers = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
-    sizes = {8: np.uint8, 16: np.int16, 32: np.int32}
-    bits = np.ascontiguousarray(input).view(sizes[input_dtype.primitive_bitwidth])
-    source = torch.from_numpy(bits.copy()).view(floats[str(input_dtype)])
-    result = source.to(floats[str(output_dtype)])
-    raw = result.view(carriers[output_dtype.primitive_bitwidth]).numpy()
-    return raw.view(getattr(np, f"uint{output_dtype.primitive_bitwidth}")).reshape(input.shape)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def interpreter():
-    if not INTERPRETED:
-        yield
-        return
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, scope):
-        """Loop bounds: Triton 3.6 calls ``int`` on a one-element array, which NumPy 2.4 rejects; 3.9 does not."""
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", torch_conversion)
-        patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
+    with as_on_gpus() if INTERPRETED else contextlib.nullcontext():
         yield
 
 

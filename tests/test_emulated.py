@@ -1,0 +1,220 @@
+"""What Inductor generates for an H100 computes what the passes' graphs define: run on the CPU, no GPU needed.
+
+The halves of a training graph are run node by node, by the definitions, and as generated code
+(:mod:`tests.emulated`). With Inductor's ``emulate_precision_casts`` both round at the same places and the bits are equal,
+but where functions of the device's library differ in the last one; as users run it, intermediate values
+are rounded less often, and results are close.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from f8fx import canary, canary_cases
+from f8fx.recipe import PRESETS
+from tests.emulated import Case, multiplied
+from tests.helpers import Block, bf16
+
+pytest.importorskip("triton")
+codegen = pytest.importorskip("benchmarks.codegen")
+
+ODD = 37  # tokens
+
+
+class GateUp(nn.Module):
+    """One layer for gate and up, sizes that are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(72)
+        self.gate_up, self.down = nn.Linear(72, 2 * 88, bias=False), nn.Linear(88, 72, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Gelu(nn.Module):
+    """Layer norm and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
+class Attention(nn.Module):
+    """Three layers that share their input; heads change places on the way to and from attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (layer(h).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = (q @ k.transpose(-1, -2) * 0.25).softmax(-1) @ v
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+#: A model, the shape of its input, options, and whether every rounding of eager execution is made.
+MODELS = {
+    "odd sizes": (GateUp, (ODD, 72), {}, True),
+    "layer norm and biases": (Gelu, (2, 24, 64), {}, True),
+    "as users run it": (Block, (48, 64), {}, False),
+}
+MORE = {
+    "tensorwise": {"save=fast": (Block, (48, 64), {"save": "fast"}, True)},
+    "rowwise": {"attention": (Attention, (2, 13, 64), {}, True)},
+}
+
+
+class Definitions(fx.Interpreter):
+    """A half of a graph, node by node."""
+
+    def call_function(self, target, args, kwargs):
+        if target is torch.ops.aten._scaled_mm.default:
+            return multiplied(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def halves(model, *inputs, precise, **options):
+    """Generated code of forward and backward with inputs, as a :class:`Case`, and what they should return."""
+    graphs, _ = codegen.halves(model, *inputs, **options)
+    generator = torch.Generator().manual_seed(0)
+    known, expected = {}, []
+
+    def value(node):
+        fake = node.meta["val"]
+        if node.name in known:
+            return known[node.name]
+        drawn = torch.randn(fake.shape, generator=generator) / 2
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(drawn)
+
+    for graph in graphs:
+        values = [value(node) for node in graph.graph.find_nodes(op="placeholder")]
+        with torch.no_grad():
+            results = Definitions(graph).run(*(x.clone() for x in values))
+        (output,) = graph.graph.find_nodes(op="output")
+        known |= {n.name: x for n, x in zip(output.args[0], results, strict=True) if isinstance(n, fx.Node)}
+        expected.append((values, results))
+    with codegen.h100(), torch._inductor.config.patch(emulate_precision_casts=precise):
+        codes = [
+            codegen.generate(graph, backward).code for graph, backward in zip(graphs, (0, 1), strict=True)
+        ]
+    return [(Case(code, values), want) for code, (values, want) in zip(codes, expected, strict=True)]
+
+
+def run(cases: list[Case], folder: Path) -> list[list[Tensor] | str]:
+    """All cases in one process under Triton's interpreter; a text says what went wrong."""
+    torch.save(cases, folder / "cases.pt")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.emulated", "cases.pt", "results.pt"]
+    command[-2:] = [str(folder / name) for name in command[-2:]]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "results.pt")
+
+
+def differing(got: Tensor, want: Tensor) -> float:
+    """Share of the elements that are not the same number: beside the largest one not a few of its last bits."""
+    assert got.shape == want.shape and got.dtype == want.dtype and got.stride() == want.stride()
+    if not got.dtype.is_floating_point:
+        return (got != want).double().mean().item()
+    a, b = got.double(), want.double()
+    largest = b.abs().max().item()
+    return 1 - torch.isclose(a, b, rtol=1e-6, atol=1e-6 * largest).double().mean().item()
+
+
+def sqnr(got: Tensor, want: Tensor) -> float:
+    """Signal to noise, in dB."""
+    return (
+        10 * torch.log10(want.double().square().sum() / (got.double() - want.double()).square().sum()).item()
+    )
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_generated_code_computes_the_definitions(recipe, tmp_path):
+    torch.manual_seed(0)
+    cases, named = [], []
+    for name, (module, shape, options, precise) in (MODELS | MORE.get(recipe, {})).items():
+        x = torch.randn(shape, dtype=bf16, requires_grad=True)
+        for case, want in halves(module().to(bf16), x, precise=precise, recipe=recipe, **options):
+            cases.append(case)
+            named.append((name, precise, want))
+    for results, (name, precise, want) in zip(run(cases, tmp_path), named, strict=True):
+        assert isinstance(results, list), (name, results)
+        for index, (a, b) in enumerate(zip(results, want, strict=True)):
+            if b is None:
+                assert a is None
+            elif precise:
+                assert differing(a, b) <= 0.002, (name, index, tuple(b.shape), differing(a, b))
+            elif b.dim() == 2 and b.dtype == bf16:
+                assert torch.equal(a, b) or sqnr(a, b) > 25, (name, index, tuple(b.shape), sqnr(a, b))
+
+
+def test_every_tuning_candidate_gives_the_same(tmp_path):
+    """Of sizes that no block divides; grids and masks follow from the candidate."""
+    torch.manual_seed(0)
+    x = torch.randn(ODD, 72, dtype=bf16, requires_grad=True)
+    found = halves(GateUp().to(bf16), x, precise=True, recipe="rowwise")
+    cases, wanted = zip(
+        *((dataclasses.replace(case, candidate=n), want) for n in range(1, 4) for case, want in found),
+        strict=True,
+    )
+    for results, want in zip(run(list(cases), tmp_path), wanted, strict=True):
+        assert isinstance(results, list), results
+        assert all(differing(a, b) <= 0.002 for a, b in zip(results, want, strict=True))
+
+
+def test_faults_are_seen(tmp_path):
+    """The tests above can fail."""
+    torch.manual_seed(0)
+    x = torch.randn(48, 64, dtype=bf16, requires_grad=True)
+    (case, want), _ = halves(Block().to(bf16), x, precise=True, recipe="rowwise")
+    launch = r"(row_cast_columns_kernel_\d+\.run\(.*), (\d+), 1, 1, stream"
+    faults = [
+        (r"xmask = xindex < xnumel", "xmask = xindex < xnumel + 64", "writes beyond a tensor"),
+        (launch, r"\1, \2, stream", "missing 2 required positional arguments"),
+        (launch, r"\1, \2, 0, 1, stream", "an empty launch"),
+        (r"(scaled_mm\(.*?\), \(1, )(\d+)\)", r"\g<1>1)", "not row-major"),
+    ]
+    stores = (r"tl\.store\(out_ptr0", "(lambda *_: 0)(out_ptr0")
+    codes = [re.sub(what, instead, case.code) for what, instead, *_ in (*faults, stores)]
+    *results, unwritten = run([dataclasses.replace(case, code=code) for code in codes], tmp_path)
+    for result, (_, _, seen) in zip(results, faults, strict=True):
+        assert seen in result
+    assert isinstance(unwritten, list) and differing(unwritten[0], want[0]) == 1  # NaN
+
+
+def test_canaries_raise_no_false_alarm(tmp_path):
+    """The functions that are compiled on a GPU's first use, with their infinities and NaN."""
+    host = torch.device("cpu")
+    cases, wanted = [], []
+    for function in canary_cases.cases(host, torch.float8_e4m3fn, torch.float8_e5m2):
+        x, y = canary_cases.data(function.shape, host)
+        graph = make_fx(function.run, tracing_mode="fake")(x, y)
+        with codegen.h100():
+            code = codegen.generate(graph, False).code
+        for inputs in ((x, y), (canary_cases.special(x), y)):
+            cases.append(Case(code, inputs))
+            wanted.append((function, function.run(*inputs)))
+    for results, (function, want) in zip(run(cases, tmp_path), wanted, strict=True):
+        assert isinstance(results, list), (function.name, results)
+        assert all(canary._same(a, b) for a, b in zip(want, results, strict=True)), function.name
