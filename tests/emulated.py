@@ -60,12 +60,12 @@ def guarded(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> T
     )
 
 
-def check_margins(kernel: str, tensors: Sequence[Any]) -> None:
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            edges = torch.cat((memory[:MARGIN], memory[-MARGIN:]))
-            assert bool((edges == POISON).all()), f"{kernel} writes beyond a tensor"
+def in_margins(tensor: Tensor) -> bool:
+    """Whether a tensor lies in poisoned memory whose margins are as they were; results of aten operators do not."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return len(memory) >= 2 * MARGIN and bool(
+        (memory[:MARGIN] == POISON).all() and (memory[-MARGIN:] == POISON).all()
+    )
 
 
 class Binary:
@@ -98,9 +98,10 @@ class Binary:
         values = dict(zip(kernel.arg_names, arguments, strict=True))
         for name, value in self.src.constants.items():
             values[kernel.arg_names[name[0]] if isinstance(name, tuple) else name] = value
-        assert min(x, y, z) >= 1, f"an empty launch of {kernel.__name__}"
-        kernel[(x, y, z)](**values)
-        check_margins(kernel.__name__, arguments)
+        held = [x for x in arguments if isinstance(x, Tensor) and in_margins(x)]
+        if x * y * z:  # as Triton's launcher and torch's
+            kernel[(x, y, z)](**values)
+        assert all(map(in_margins, held)), f"{kernel.__name__} writes beyond a tensor"
 
 
 class Kernel:

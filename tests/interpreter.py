@@ -31,6 +31,7 @@ LIBDEVICE: dict[str, Callable[..., Any]] = {
     "floor": np.floor,
     "log": np.log,
     "log2": np.log2,
+    "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sin": np.sin,
     "sqrt": np.sqrt,
@@ -120,8 +121,9 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Any], Any]:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    def apply(x: Any) -> Any:
-        values = function(x.handle.data).astype(x.handle.data.dtype)
+    def apply(x: Any, *more: Any) -> Any:
+        others = [y.handle.data if isinstance(y, tl.tensor) else y for y in more]
+        values = function(x.handle.data, *others).astype(x.handle.data.dtype)
         return tl.tensor(TensorHandle(values, x.handle.dtype), x.type)
 
     return apply

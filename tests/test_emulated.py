@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from f8fx import canary, canary_cases
+from f8fx.demo.model import DecoderBlock, DecoderConfig
 from f8fx.recipe import PRESETS
 from tests.emulated import Case, multiplied
 from tests.helpers import Block, bf16
@@ -56,19 +57,9 @@ class Gelu(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
-class Attention(nn.Module):
-    """Three layers that share their input; heads change places on the way to and from attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(64)
-        self.q, self.k, self.v, self.o = (nn.Linear(64, 64, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (layer(h).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = (q @ k.transpose(-1, -2) * 0.25).softmax(-1) @ v
-        return x + self.o(mixed.transpose(1, 2).flatten(2))
+def decoder_block() -> nn.Module:
+    """RoPE, heads that share keys and values, attention that is one operator of the library."""
+    return DecoderBlock(DecoderConfig(dim=64, heads=4, kv_heads=2, ffn_dim=96))
 
 
 #: A model, the shape of its input, options, and whether every rounding of eager execution is made.
@@ -79,7 +70,7 @@ MODELS = {
 }
 MORE = {
     "tensorwise": {"save=fast": (Block, (48, 64), {"save": "fast"}, True)},
-    "rowwise": {"attention": (Attention, (2, 13, 64), {}, True)},
+    "rowwise": {"a decoder's block": (decoder_block, (2, 13, 64), {}, True)},
 }
 
 
@@ -153,9 +144,9 @@ def sqnr(got: Tensor, want: Tensor) -> float:
 def test_generated_code_computes_the_definitions(recipe, tmp_path):
     torch.manual_seed(0)
     cases, named = [], []
-    for name, (module, shape, options, precise) in (MODELS | MORE.get(recipe, {})).items():
+    for name, (build, shape, options, precise) in (MODELS | MORE.get(recipe, {})).items():
         x = torch.randn(shape, dtype=bf16, requires_grad=True)
-        for case, want in halves(module().to(bf16), x, precise=precise, recipe=recipe, **options):
+        for case, want in halves(build().to(bf16), x, precise=precise, recipe=recipe, **options):
             cases.append(case)
             named.append((name, precise, want))
     for results, (name, precise, want) in zip(run(cases, tmp_path), named, strict=True):
@@ -175,7 +166,7 @@ def test_every_tuning_candidate_gives_the_same(tmp_path):
     x = torch.randn(ODD, 72, dtype=bf16, requires_grad=True)
     found = halves(GateUp().to(bf16), x, precise=True, recipe="rowwise")
     cases, wanted = zip(
-        *((dataclasses.replace(case, candidate=n), want) for n in range(1, 4) for case, want in found),
+        *((dataclasses.replace(case, candidate=n), want) for n in range(1, 3) for case, want in found),
         strict=True,
     )
     for results, want in zip(run(list(cases), tmp_path), wanted, strict=True):
@@ -192,7 +183,6 @@ def test_faults_are_seen(tmp_path):
     faults = [
         (r"xmask = xindex < xnumel", "xmask = xindex < xnumel + 64", "writes beyond a tensor"),
         (launch, r"\1, \2, stream", "missing 2 required positional arguments"),
-        (launch, r"\1, \2, 0, 1, stream", "an empty launch"),
         (r"(scaled_mm\(.*?\), \(1, )(\d+)\)", r"\g<1>1)", "not row-major"),
     ]
     stores = (r"tl\.store\(out_ptr0", "(lambda *_: 0)(out_ptr0")
