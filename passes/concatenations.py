@@ -4,7 +4,7 @@ A weight for several layers at once (``q, k, v = qkv(x).split(...)``, ``gate, up
 gradient that is put together from its parts by ``cat``, in memory, for three reads: two casts and an amax. Here
 the matmuls read ``f8fx.concat`` of the parts instead, as those that `merge` has merged do: kernels that quantize
 the parts write into one buffer, and the amax rides where each part is made. The same holds for a layer that reads
-``cat([a, b], -1)``. Elements, and so bits, are those there were.
+``cat([a, b], -1)``, or whose weight is ``cat([w_1, w_2])``. Elements, and so bits, are those there were.
 
 It stays as it is where anything but a converted matmul reads the tensor, which is in memory then anyway (the
 gradient of a bias is such a reader), where parts are not of a size that casts can write side by side, where there
