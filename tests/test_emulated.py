@@ -193,18 +193,29 @@ def test_faults_are_seen(tmp_path):
     assert isinstance(unwritten, list) and differing(unwritten[0], want[0]) == 1  # NaN
 
 
-def test_canaries_raise_no_false_alarm(tmp_path):
-    """The functions that are compiled on a GPU's first use, with their infinities and NaN."""
-    host = torch.device("cpu")
+@pytest.mark.parametrize("choice", [0, 1])
+def test_canaries_raise_no_false_alarm(choice, tmp_path):
+    """The functions that are compiled on a GPU's first use, with their infinities and NaN.
+
+    Args:
+        choice: of the forms of each kind of kernel, the preferred one first; the definition is no generated code.
+    """
+    host, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    forms = {kind: forms[choice] for kind, forms in canary.FORMS.items() if forms[choice] != "definition"}
+    used = {"cast": "fused", "transpose": "fused", **forms}
     cases, wanted = [], []
     for function in canary_cases.cases(host, torch.float8_e4m3fn, torch.float8_e5m2):
+        if function.kind not in forms:
+            continue
         x, y = canary_cases.data(function.shape, host)
         graph = make_fx(function.run, tracing_mode="fake")(x, y)
-        with codegen.h100():
+        with codegen.h100(), canary._trying(gpu, used), torch._inductor.config.patch(canary._patches(used)):
             code = codegen.generate(graph, False).code
+        assert ("row_cast_columns" in code) == (function.name == "row cast and column amax" and choice == 0)
         for inputs in ((x, y), (canary_cases.special(x), y)):
             cases.append(Case(code, inputs))
             wanted.append((function, function.run(*inputs)))
+    assert {function.kind for function, _ in wanted} == set(forms)
     for results, (function, want) in zip(run(cases, tmp_path), wanted, strict=True):
         assert isinstance(results, list), (function.name, results)
         assert all(canary._same(a, b) for a, b in zip(want, results, strict=True)), function.name
