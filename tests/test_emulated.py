@@ -66,11 +66,17 @@ def decoder_block() -> nn.Module:
 MODELS = {
     "odd sizes": (GateUp, (ODD, 72), {}, True),
     "layer norm and biases": (Gelu, (2, 24, 64), {}, True),
-    "as users run it": (Block, (48, 64), {}, False),
 }
+AS_USERS_RUN_IT = (Block, (48, 64), {}, False)
 MORE = {
-    "tensorwise": {"save=fast": (Block, (48, 64), {"save": "fast"}, True)},
-    "rowwise": {"a decoder's block": (decoder_block, (2, 13, 64), {}, True)},
+    "tensorwise": {
+        "save=fast": (Block, (48, 64), {"save": "fast"}, True),
+        "as users run it": AS_USERS_RUN_IT,
+    },
+    "rowwise": {
+        "a decoder's block": (decoder_block, (2, 13, 64), {}, True),
+        "as users run it": AS_USERS_RUN_IT,
+    },
 }
 
 
@@ -160,16 +166,13 @@ def test_generated_code_computes_the_definitions(recipe, tmp_path):
                 assert torch.equal(a, b) or sqnr(a, b) > 25, (name, index, tuple(b.shape), sqnr(a, b))
 
 
-def test_every_tuning_candidate_gives_the_same(tmp_path):
+def test_another_tuning_candidate_gives_the_same(tmp_path):
     """Of sizes that no block divides; grids and masks follow from the candidate."""
     torch.manual_seed(0)
     x = torch.randn(ODD, 72, dtype=bf16, requires_grad=True)
     found = halves(GateUp().to(bf16), x, precise=True, recipe="rowwise")
-    cases, wanted = zip(
-        *((dataclasses.replace(case, candidate=n), want) for n in range(1, 3) for case, want in found),
-        strict=True,
-    )
-    for results, want in zip(run(list(cases), tmp_path), wanted, strict=True):
+    cases = [dataclasses.replace(case, candidate=1) for case, _ in found]
+    for results, (_, want) in zip(run(cases, tmp_path), found, strict=True):
         assert isinstance(results, list), results
         assert all(differing(a, b) <= 0.002 for a, b in zip(results, want, strict=True))
 
