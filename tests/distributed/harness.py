@@ -6,16 +6,23 @@ test of its own.
 
 Importing torch, Dynamo and Inductor takes a process more time than most checks do. So ranks are forked from a
 server that has imported them and done nothing else.
+
+Many processes on few cores may also fail for reasons of the machine's. Ranks of which one was ended by a signal,
+or that stand still, are started once more, and a warning tells with what stacks they ended; what a check
+has found on any rank is never tried again.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,8 +35,8 @@ import torch.distributed as dist
 #: A function at the top level of a module, or a ``partial`` of one.
 Check = Callable[[], None]
 
-#: Of collectives between ranks, and for all checks of a set together.
-TIMEOUT, LIMIT = timedelta(seconds=60), timedelta(seconds=600)
+#: Of collectives between ranks, for all checks of a set together, and for what is left to do when a rank has died.
+TIMEOUT, LIMIT, GRACE = timedelta(seconds=60), timedelta(seconds=300), timedelta(seconds=20)
 
 _PRELOADED = (
     "torch._dynamo",
@@ -63,36 +70,76 @@ def join_group(rank: int, world_size: int, folder: str | Path, timeout: timedelt
 
 def outcomes(world_size: int, checks: Sequence[Check], folder: Path) -> dict[str, str]:
     """Runs the checks on new processes; what went wrong on any rank, by name of the check."""
-    processes = start(world_size, _run, world_size, list(checks), str(folder))
+    for attempt in ("first", "second"):
+        files = folder / attempt
+        files.mkdir()
+        processes = start(world_size, _run, world_size, list(checks), str(files))
+        codes = _end(processes)
+        failed, unfinished = _found(codes, checks, files)
+        if failed or not unfinished:
+            break
+        warnings.warn(f"{attempt} attempt: ranks that did not end:\n{unfinished}", stacklevel=2)
+    return unfinished | failed
+
+
+def _found(codes: Sequence[int | None], checks: Sequence[Check], folder: Path) -> tuple[dict[str, str], ...]:
+    """By name of the check: what it found on any rank; and how those ranks ended that did not run it."""
+    failed: dict[str, str] = {}
+    unfinished: dict[str, str] = {}
+    killed = any(code is None or code < 0 for code in codes)
+    for rank, code in enumerate(codes):
+        path, stacks = folder / f"outcome{rank}", folder / f"stacks{rank}"
+        of_rank = torch.load(path) if path.exists() else {}
+        for check in checks:
+            name = name_of(check)
+            if name not in of_rank:
+                how = f"ended with {code}, in it or before" if code is not None else "did not end"
+                text = f"{name}, rank {rank}: {how}\n{stacks.read_text() if stacks.exists() else ''}\n"
+                unfinished[name] = unfinished.get(name, "") + text
+            elif error := of_rank[name]:
+                where = unfinished if killed and _lost_a_peer(error) else failed
+                where[name] = where.get(name, "") + f"{name}, rank {rank}:\n{error}\n"
+    return failed, unfinished
+
+
+def _end(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Waits for the processes, and ends those that take too long; exit codes, ``None`` of those it ended."""
     end = time.monotonic() + LIMIT.total_seconds()
-    for process in processes:
-        process.join(max(0, end - time.monotonic()))
+    running = {process.sentinel: process for process in processes}
+    while running and (left := end - time.monotonic()) > 0:
+        for sentinel in wait(list(running), timeout=left):
+            if running.pop(sentinel).exitcode != 0:
+                end = min(end, time.monotonic() + GRACE.total_seconds())
+    codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    found: dict[str, str] = {}
-    for rank in range(world_size):
-        path = folder / f"outcome{rank}"
-        of_rank = {name_of(check): "did not end" for check in checks}
-        of_rank |= torch.load(path) if path.exists() else {}
-        for name, error in of_rank.items():
-            if error:
-                found[name] = found.get(name, "") + f"{name}, rank {rank}:\n{error}\n"
-    return found
+        process.join()
+    return codes
+
+
+def _lost_a_peer(error: str) -> bool:
+    """Whether gloo says that another rank, or its connection, has gone."""
+    return any(words in error for words in ("Connection closed by peer", "Connection reset by peer"))
 
 
 def _run(rank: int, world_size: int, checks: list[Check], folder: str) -> None:
-    join_group(rank, world_size, folder)
-    found = {}
-    for check in checks:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        try:
-            check()
-            found[name_of(check)] = ""
-        except Exception:
-            found[name_of(check)] = traceback.format_exc()
-        torch.save(found, f"{folder}/outcome{rank}")
-        dist.barrier()
+    with open(f"{folder}/stacks{rank}", "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.dump_traceback_later((LIMIT - GRACE).total_seconds(), file=stacks)
+        join_group(rank, world_size, folder)
+        found = {}
+        for check in checks:
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            try:
+                check()
+                found[name_of(check)] = ""
+            except Exception:
+                found[name_of(check)] = traceback.format_exc()
+            torch.save(found, f"{folder}/outcome{rank}")
+            dist.barrier()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
     dist.destroy_process_group()
 
 
