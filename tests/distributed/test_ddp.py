@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from f8fx import recording
 from tests.distributed.harness import run_checks
@@ -15,21 +16,22 @@ from tests.helpers import Block, bf16, compiled, gradients, randn
 class Net(nn.Module):
     """Not ``nn.Sequential``: of a module of torch's own inside DDP, Dynamo compiles the parts one by one."""
 
-    def __init__(self):
+    def __init__(self, checkpointed=False):
         super().__init__()
         torch.manual_seed(0)
+        self.checkpointed = checkpointed
         self.blocks = nn.ModuleList([Block(256, 384) for _ in range(3)])
         self.to(bf16)
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return x
 
 
-def parallel(**options):
+def parallel(checkpointed=False, **options):
     """With buckets so small that DDPOptimizer splits the model into several graphs."""
-    model = DistributedDataParallel(Net(), bucket_cap_mb=1)
+    model = DistributedDataParallel(Net(checkpointed), bucket_cap_mb=1)
     return model, compiled(model, fullgraph=False, **options)
 
 
@@ -48,5 +50,26 @@ def gradients_of_the_plain_model_and_no_more_saved_than_in_bf16():
     assert 0 < saved <= saved_bytes(call(x), model)
 
 
+def checkpointed_blocks_save_what_they_save_in_bf16_and_scales():
+    x, grad = randn(16, 256), randn(16, 256, grad=False, seed=1)
+    model = Net()
+    want = gradients(model, compiled(model), x, grad)
+    model, call = parallel(checkpointed=True)
+    with recording() as reports:
+        found = gradients(model, call, x, grad)
+    assert sum(r.converted for r in reports) == 27
+    assert_same(want, {name.removeprefix("module."): value for name, value in found.items()})
+    saved = saved_bytes(call(x), model)
+    model, call = parallel(checkpointed=True, only_fqns=["none"])
+    scales = 3 * (2 + 3)  # of a block: two inputs and three weights, 4 bytes each
+    assert saved == saved_bytes(call(x), model) + 4 * scales
+
+
 def test_two_ranks():
-    run_checks(2, [gradients_of_the_plain_model_and_no_more_saved_than_in_bf16])
+    run_checks(
+        2,
+        [
+            gradients_of_the_plain_model_and_no_more_saved_than_in_bf16,
+            checkpointed_blocks_save_what_they_save_in_bf16_and_scales,
+        ],
+    )
