@@ -214,3 +214,20 @@ def test_cached_weights(cudagraphs):
         model.down.weight.mul_(2)
         changed = compiled(model, merge="never", **options)(x).clone()
         assert torch.equal(compiled(model, weights="cached", **options)(x), changed)
+
+
+def test_scales_of_gathered_weights_wait_for_their_amaxes():
+    """Where FSDP2's stream does not wait for the forward's."""
+    from f8fx.fsdp.amaxes import Reduced
+    from f8fx.fsdp.formats import Format
+    from f8fx.torch_private import busy_wait
+
+    form = Format(torch.float8_e4m3fn, None, False)
+    amaxes, other = torch.ones(1, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    busy_wait(200_000_000)
+    amaxes.fill_(7.0)
+    reduced = Reduced(amaxes, {("weight", None): (0, 1)})
+    with torch.cuda.stream(other):
+        scale = reduced.scales("weight", form, bf16)
+    assert scale.item() == 448 / 7

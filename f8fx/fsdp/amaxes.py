@@ -16,22 +16,43 @@ from f8fx.torch_private import infinity_norms
 from .formats import Format
 
 
+class OnStream:
+    """A tensor that the current stream computes, for other streams to read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._made: torch.Event | None = None
+        if tensor.device.type != "cpu":
+            self._made = torch.Event(tensor.device)
+            self._made.record(torch.accelerator.current_stream(tensor.device))
+
+    def read(self) -> Tensor:
+        """The tensor; the stream that is the current one now waits until it is there."""
+        if self._made is not None:
+            torch.accelerator.current_stream(self._tensor.device).wait_event(self._made)
+        return self._tensor
+
+
 class Reduced:
-    """Amaxes of several weights, side by side in one vector, after the all-reduce."""
+    """Amaxes of several weights, side by side in one vector, after the all-reduce.
+
+    FSDP2 casts what it sends on a stream of its own. That waits for the stream on which a forward begins, but after
+    ``set_post_optim_event`` for the event alone, and the amaxes are taken later.
+    """
 
     def __init__(self, vector: Tensor, places: dict[tuple[Hashable, int | None], tuple[int, int]]) -> None:
-        self.vector = vector
+        self.vector = OnStream(vector)
         self.places = places
-        self.scaled: dict[Any, Tensor] = {}
+        self.scaled: dict[Any, OnStream] = {}
 
     def scales(self, weight: Hashable, form: Format, source: torch.dtype) -> Tensor:
         """``[]``, ``[n]`` or ``[k]``; made for all weights of one kind at once."""
         kind = (form.dtype, form.power_of_2, source)
         if kind not in self.scaled:
             # rounding keeps order: the amax of a rounded weight is the rounded amax
-            self.scaled[kind] = form.scale(self.vector.to(source).to(torch.float32))
+            self.scaled[kind] = OnStream(form.scale(self.vector.read().to(source).to(torch.float32)))
         start, length = self.places[weight, form.dim]
-        part = self.scaled[kind][start : start + length]
+        part = self.scaled[kind].read()[start : start + length]
         return part[0] if form.dim is None else part
 
 
