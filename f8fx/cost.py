@@ -49,10 +49,15 @@ MAX_M = 1 << 20  #: the largest M that :meth:`CostModel.threshold` looks at
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of one layer's gemms in high precision, and in float8 with all its casts."""
+    """Seconds of one layer's gemms in high precision, and in float8 with all its casts.
+
+    Attributes:
+        margin: fraction of the former that must be gained (``Calibration.margin``).
+    """
 
     high_seconds: float
     float8_seconds: float
+    margin: float = 0.0
 
     @property
     def speedup(self) -> float:
@@ -60,7 +65,7 @@ class LayerCost:
 
     @property
     def pays(self) -> bool:
-        return self.float8_seconds < self.high_seconds
+        return self.float8_seconds < (1 - self.margin) * self.high_seconds
 
 
 @dataclass(frozen=True)
@@ -274,7 +279,7 @@ class CostModel:
                 cast.kind,
             )
             float8 += seconds / (sharers if cast.kind == "input" else 1)
-        return LayerCost(high, float8)
+        return LayerCost(high, float8, self.calibration.margin)
 
     def expression(
         self, recipe: Recipe, float8: bool, roles: Sequence[Role] = ROLES, itemsize: int = 2
@@ -343,6 +348,5 @@ class CostModel:
                 moved = 2 * itemsize * math.prod(padded[size] for size in shape)
                 extra += moved / bandwidth + self.hardware.launch_overhead
         high = self.layer(m, k, n, recipe, roles, itemsize).high_seconds
-        return (
-            self.layer(padded[M], padded[K], padded[N], recipe, roles, itemsize).float8_seconds + extra < high
-        )
+        float8 = self.layer(padded[M], padded[K], padded[N], recipe, roles, itemsize).float8_seconds + extra
+        return LayerCost(high, float8, self.calibration.margin).pays

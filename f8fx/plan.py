@@ -80,7 +80,7 @@ def plan(model: CostModel, gemms: Sequence[PlannedGemm], drop: bool = True) -> l
     start is everything converted. A role whose conversion costs more than it gains, counting only
     casts that nobody else needs, is dropped; a layer that loses as a whole is dropped with all its
     roles; then the layers that shared casts with what was dropped are looked at again, until
-    nothing changes.
+    nothing changes. A layer that gains less than the model's margin (``Calibration.margin``) counts as one that loses.
 
     An even split is a fair start and may drop too much: k and v lose by their third of the input's cast, which
     is made for q all the same. So in the end what was dropped comes back where it pays for the casts that
@@ -105,6 +105,7 @@ class _Plan:
     def __init__(self, model: CostModel, gemms: Sequence[PlannedGemm]) -> None:
         self.model, self.gemms = model, gemms
         self.high = [model.gemm_seconds(g.m, g.k, g.n, False, itemsize=g.itemsize) for g in gemms]
+        self.margin = [model.calibration.margin * high for high in self.high]
         self.float8 = [model.gemm_seconds(g.m, g.k, g.n, True, g.rowwise, g.rescale) for g in gemms]
         self.seconds: dict[Hashable, float] = {}
         self.users: dict[Hashable, set[int]] = {}
@@ -161,6 +162,10 @@ class _Plan:
         users = ((item, self.users[item]) for item in self.items[index])
         return sum(self.seconds[item] for item, u in users if len(u) - sum(i in u for i in leaving) == 1)
 
+    def _gain(self, index: int) -> float:
+        """Seconds that a gemm in float8 gains beyond the margin, without its casts."""
+        return self.high[index] - self.margin[index] - self.float8[index]
+
     def _verdict(self, index: int, convert: bool, reason: str, cast: float) -> Verdict:
         return Verdict(convert, self.high[index], self.float8[index] + cast, cast, reason)
 
@@ -172,7 +177,7 @@ class _Plan:
             if self.float8[i] + self._own(i, losers) > self.high[i]:
                 losers.append(i)
         rest = [i for i in active if i not in losers]
-        gain = sum(self.high[i] - self.float8[i] - self._share(i, losers, alone) for i in rest)
+        gain = sum(self._gain(i) - self._share(i, losers, alone) for i in rest)
         dropped: dict[int, str] = {}
         if rest and gain > 0:
             for i in losers:
@@ -181,7 +186,10 @@ class _Plan:
         elif active:
             float8 = sum(self.float8[i] + self._share(i, (), alone) for i in active)
             speedup = sum(self.high[i] for i in active) / float8
-            dropped = dict.fromkeys(active, f"too small: float8 would be {speedup:.2f}x")
+            reason = f"too small: float8 would be {speedup:.2f}x"
+            if speedup > 1:
+                reason += f", which is within the model's error of {self.model.calibration.margin:.0%}"
+            dropped = dict.fromkeys(active, reason)
         for i, reason in dropped.items():
             self.dropped[i] = self._verdict(i, False, reason, self._share(i))
         for i in dropped:
@@ -199,7 +207,7 @@ class _Plan:
             if self.float8[i] + own > self.high[i]:
                 rest.remove(i)
         unpaid = self._unpaid(rest)
-        gain = sum(self.high[i] - self.float8[i] for i in rest) - sum(map(self.seconds.__getitem__, unpaid))
+        gain = sum(map(self._gain, rest)) - sum(map(self.seconds.__getitem__, unpaid))
         if not rest or gain <= 0:
             return False
         for i in rest:

@@ -84,7 +84,7 @@ def test_constants_are_recovered():
     assert fitted.hardware.launch_overhead == pytest.approx(3e-6)
     for name in fitted.found:
         assert getattr(fitted.calibration, name) == pytest.approx(getattr(TRUE, name), rel=0.02), name
-    assert set(fitted.found) == {f.name for f in dataclasses.fields(TRUE)} - {"scale_kernels"}
+    assert set(fitted.found) == {f.name for f in dataclasses.fields(TRUE)} - {"scale_kernels", "margin"}
     assert fitted.gemm_error is not None and fitted.gemm_error[1] < 0.005 < fitted.gemm_error[0]
 
 

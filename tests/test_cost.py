@@ -108,11 +108,11 @@ def test_what_decides_is_the_published_table_and_the_differences_that_are_writte
             )
         ] += 1
     assert dict(reasons) == {
-        ("casts",): 14,
-        ("bandwidth",): 3,
-        ("casts", "rescales"): 16,
-        ("casts", "bandwidth"): 9,
-        ("casts", "rescales", "bandwidth"): 15,
+        ("casts",): 7,
+        ("bandwidth",): 6,
+        ("casts", "rescales"): 11,
+        ("casts", "bandwidth"): 11,
+        ("casts", "rescales", "bandwidth"): 7,
     }
 
 
