@@ -40,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import ops
 from .parameter_data import Installation, version_probe, with_version_of
 from .passes.reuse import CastFormat, ScaleFormat
+from .streams import Made, current
 from .torch_private import managed_by_fsdp, storage_key, version_counter
 
 Format = ScaleFormat | CastFormat
@@ -117,27 +118,37 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 def cached(parameters: Iterable[tuple[Tensor, Sequence[Format]]]) -> list[Tensor]:
     """Scales and copies of parameters for an inference graph, those of each in turn."""
     result: list[Tensor] = []
+    streams: dict[torch.device, Any] = {}
     for parameter, formats in parameters:
         watch = _WATCHES.get(id(parameter))
         if watch is None or watch.reference() is not parameter:
             watch = _watch(parameter)
         if watch.copies is None:
             watch.copies = _Copies(in_place=True)
-        result += watch.copies.get(parameter, watch, formats)
+        result += watch.copies.get(parameter, watch, formats, _stream(parameter, streams))
     return result
 
 
 def reused(parameters: Iterable[tuple[Tensor, Sequence[Format]]]) -> list[Tensor]:
     """The same for a training graph: kept inside :func:`reuse_weights`, made anew outside."""
     result: list[Tensor] = []
+    streams: dict[torch.device, Any] = {}
     for parameter, formats in parameters:
         copies = None
         for scope in _SCOPES:
             if id(parameter) in scope.parameters:
                 copies = scope.copies.setdefault(id(parameter), _Copies(in_place=False))
         copies = copies or _Copies(in_place=False)
-        result += copies.get(parameter, _watch(parameter), formats)
+        result += copies.get(parameter, _watch(parameter), formats, _stream(parameter, streams))
     return result
+
+
+def _stream(parameter: Tensor, known: dict[torch.device, Any]) -> Any:
+    """The current stream of the parameter's device, asked for once for each call of a graph."""
+    device = parameter.device
+    if device not in known:
+        known[device] = current(device)
+    return known[device]
 
 
 def training_ran() -> None:
@@ -179,9 +190,14 @@ class _Copies:
         #: what was asked for, by the identity of the sequence, which a graph keeps, and what it was given
         self.served: dict[int, tuple[Sequence[Format], list[Tensor]]] = {}
         self.state: Any = None
+        self.made: Made | None = None
 
-    def get(self, parameter: Tensor, watch: _Watch, formats: Sequence[Format]) -> list[Tensor]:
-        """The tensors of these formats, made now or when the parameter was in its present state."""
+    def get(self, parameter: Tensor, watch: _Watch, formats: Sequence[Format], stream: Any) -> list[Tensor]:
+        """The tensors of these formats, made now or when the parameter was in its present state.
+
+        Args:
+            stream: the current one; it waits for the casts if another one runs them.
+        """
         state = watch.state(parameter, self.in_place)
         # a cast captured into a CUDA graph runs at every replay, when nobody looks at states
         if state is not None and parameter.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -189,9 +205,14 @@ class _Copies:
         if state is not None and state == self.state:
             asked, tensors = self.served.get(id(formats), _NOTHING)
             if asked is formats:
+                if self.made is not None:
+                    self.made.before(stream, self.tensors.values())
                 return tensors
         with _LOCK:
+            if self.made is not None and state is not None:
+                self.made.before(stream, self.tensors.values())
             self._renew(parameter, state, formats)
+            self.made = None if state is None else Made(parameter.device)
             tensors = [self.tensors[form] for form in formats]
             self.served[id(formats)] = formats, tensors
         return tensors

@@ -231,3 +231,19 @@ def test_scales_of_gathered_weights_wait_for_their_amaxes():
     with torch.cuda.stream(other):
         scale = reduced.scales("weight", form, bf16)
     assert scale.item() == 448 / 7
+
+
+def test_cached_weights_are_read_on_any_stream():
+    """A stream that did not make them waits for them, and for nothing else."""
+    from f8fx.torch_private import busy_wait
+
+    model, x = nn.Linear(512, 768, device="cuda", dtype=bf16), normal(256, 512)
+    call, other = compiled(model, weights="cached"), torch.cuda.Stream()
+    with torch.no_grad():
+        want = call(x)
+        model.weight.mul_(2)  # cast anew at the next call
+        torch.cuda.synchronize()
+        busy_wait(200_000_000)
+        call(x)
+        with torch.cuda.stream(other):
+            assert torch.equal(call(x), 2 * want)

@@ -11,26 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from f8fx.kernels import cast
+from f8fx.streams import Made, current
 from f8fx.torch_private import infinity_norms
 
 from .formats import Format
-
-
-class OnStream:
-    """A tensor that the current stream computes, for other streams to read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._made: torch.Event | None = None
-        if tensor.device.type != "cpu":
-            self._made = torch.Event(tensor.device)
-            self._made.record(torch.accelerator.current_stream(tensor.device))
-
-    def read(self) -> Tensor:
-        """The tensor; the stream that is the current one now waits until it is there."""
-        if self._made is not None:
-            torch.accelerator.current_stream(self._tensor.device).wait_event(self._made)
-        return self._tensor
 
 
 class Reduced:
@@ -41,18 +25,24 @@ class Reduced:
     """
 
     def __init__(self, vector: Tensor, places: dict[tuple[Hashable, int | None], tuple[int, int]]) -> None:
-        self.vector = OnStream(vector)
+        self.vector = vector
         self.places = places
-        self.scaled: dict[Any, OnStream] = {}
+        self.taken = Made(vector.device)
+        self.scaled: dict[Any, tuple[Tensor, Made]] = {}
 
     def scales(self, weight: Hashable, form: Format, source: torch.dtype) -> Tensor:
         """``[]``, ``[n]`` or ``[k]``; made for all weights of one kind at once."""
+        here = current(self.vector.device)
         kind = (form.dtype, form.power_of_2, source)
         if kind not in self.scaled:
             # rounding keeps order: the amax of a rounded weight is the rounded amax
-            self.scaled[kind] = OnStream(form.scale(self.vector.read().to(source).to(torch.float32)))
+            self.taken.before(here, [self.vector])
+            scaled = form.scale(self.vector.to(source).to(torch.float32))
+            self.scaled[kind] = scaled, Made(scaled.device)
+        scaled, made = self.scaled[kind]
+        made.before(here, [scaled])
         start, length = self.places[weight, form.dim]
-        part = self.scaled[kind].read()[start : start + length]
+        part = scaled[start : start + length]
         return part[0] if form.dim is None else part
 
 

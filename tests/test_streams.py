@@ -1,0 +1,112 @@
+"""What f8fx keeps from call to call may be read on another stream than the one it was made on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from f8fx import streams, weights
+from f8fx.fsdp.amaxes import Reduced
+from f8fx.fsdp.formats import Format
+from tests.helpers import bf16, compiled, randn
+
+
+class Streams:
+    """Stands for a GPU's: logs who records which event, and who waits for it. ``now`` is the current one."""
+
+    def __init__(self) -> None:
+        self.now = "main"
+        self.log: list[str] = []
+        self.events = 0
+
+    def event(self, device):
+        name = f"event {self.events}"
+        self.events += 1
+
+        def record(stream):
+            self.log.append(f"{stream.name} records {name}")
+
+        return SimpleNamespace(name=name, record=record)
+
+    def current(self, device):
+        name = self.now
+
+        def wait_event(event):
+            self.log.append(f"{name} waits for {event.name}")
+
+        return SimpleNamespace(name=name, stream_id=hash(name), wait_event=wait_event)
+
+    def keeps(self, tensor, stream):
+        self.log.append(f"memory of {tuple(tensor.shape)} is kept for {stream.name}")
+
+    def taken(self) -> list[str]:
+        """The log, which begins anew."""
+        log, self.log = self.log, []
+        return log
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = Streams()
+    monkeypatch.setattr("f8fx.streams._event", fake.event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.keeps(tensor, stream))
+    for module in ("f8fx.streams.current", "f8fx.weights.current", "f8fx.fsdp.amaxes.current"):
+        monkeypatch.setattr(module, fake.current)  # for tensors on the CPU, too
+    return fake
+
+
+def test_a_cpu_has_no_streams():
+    assert streams.current(torch.device("cpu")) is None
+    streams.Made(torch.device("cpu")).before(None, [])
+
+
+def test_scales_of_gathered_weights(fake):
+    """FSDP2 casts what it sends on a stream of its own."""
+    form = Format(torch.float8_e4m3fn, None, False)
+    reduced = Reduced(torch.empty(2, device="meta"), {("a", None): (0, 1), ("b", None): (1, 1)})
+    fake.now = "copy-in"
+    reduced.scales("a", form, bf16)
+    fake.now = "main"
+    assert reduced.scales("b", form, bf16).shape == ()
+    assert fake.taken() == [
+        "main records event 0",
+        "copy-in waits for event 0",
+        "memory of (2,) is kept for copy-in",
+        "copy-in records event 1",
+        "main waits for event 1",
+        "memory of (2,) is kept for main",
+    ]
+    fake.now = "copy-in"
+    reduced.scales("b", form, bf16)
+    fake.now = "main"
+    reduced.scales("a", form, bf16)
+    assert fake.taken() == []  # what follows a wait is after it
+
+
+def test_cached_weights(fake):
+    """Two threads that serve one model, each on a stream of its own."""
+    model, x = nn.Linear(32, 48, bias=False, dtype=bf16), randn(16, 32, grad=False)
+    call = compiled(model, weights="cached")
+    with torch.no_grad():
+        call(x)
+        call(x)  # compiling reads `.data`, after which a weight is cast again
+        made = fake.taken()[-1].removeprefix("main records ")
+        fake.now = "second"
+        call(x)
+        assert fake.taken() == [
+            f"second waits for {made}",
+            "memory of () is kept for second",
+            "memory of (48, 32) is kept for second",
+        ]
+        call(x)
+        assert fake.taken() == []
+        model.weight.mul_(2)  # cast anew, into the same memory, which is made by then
+        call(x)
+        made = fake.taken()[-1].removeprefix("second records ")
+        fake.now = "main"
+        call(x)
+        assert fake.taken()[0] == f"main waits for {made}"
+    weights.refresh_weights(model)
