@@ -233,9 +233,7 @@ def test_two_models_of_one_class_share_code_and_no_weights():
 
 def test_auto_knows_that_cached_weights_cost_nothing():
     """At 16 rows a cast in every call eats up what float8 gains; a cached one does not."""
-    with torch.device("meta"):
-        model = nn.Linear(8192, 8192, bias=False, dtype=bf16)
-    model = model.to_empty(device="cpu")
+    model = nn.Linear(8192, 64, bias=False, dtype=bf16)
     x = torch.zeros(16, 8192, dtype=bf16)
     converted = {}
     for choice in ("dynamic", "cached"):

@@ -127,9 +127,10 @@ def _run(rank: int, world_size: int, checks: list[Check], folder: str) -> None:
         faulthandler.enable(stacks)
         faulthandler.dump_traceback_later((LIMIT - GRACE).total_seconds(), file=stacks)
         join_group(rank, world_size, folder)
+        torch._dynamo.config.recompile_limit = 100
         found = {}
         for check in checks:
-            torch._dynamo.reset()
+            torch._dynamo.reset()  # what one model has compiled, others of a check use again
             torch.manual_seed(0)
             try:
                 check()

@@ -58,7 +58,6 @@ class Setup:
 
     def apply(self, model: Net) -> Net:
         """Float8 gathers, compile and sharding, in the order the documentation gives."""
-        torch._dynamo.reset()
         if self.float8:
             enable_float8_all_gather(model, self.recipe, filter_fqns=["head"], **self.enable)
         for block in model.blocks:
