@@ -50,15 +50,15 @@ def tiny_decoder() -> tuple[Decoder, Tensor]:
 
 @pytest.mark.parametrize("target", ["h100", "b200"])
 def test_large_matmuls_pay(target: str):
-    e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), target=target)
+    e = f8fx.explain(meta_mlp(), meta_input(32768, 2048), target=target)
     assert (e.model, e.target, e.recipe, e.training) == ("Mlp", target, "tensorwise", True)
     # the input wants no gradient, so `up` has two gemms
     assert [(row.fqn, row.role, row.m, row.k, row.n) for row in e.rows] == [
-        ("up", "output", 16384, 2048, 4096),
-        ("down", "output", 16384, 4096, 2048),
-        ("down", "grad_weight", 2048, 16384, 4096),
-        ("down", "grad_input", 16384, 2048, 4096),
-        ("up", "grad_weight", 4096, 16384, 2048),
+        ("up", "output", 32768, 2048, 4096),
+        ("down", "output", 32768, 4096, 2048),
+        ("down", "grad_weight", 2048, 32768, 4096),
+        ("down", "grad_input", 32768, 2048, 4096),
+        ("up", "grad_weight", 4096, 32768, 2048),
     ]
     assert e.converted == 5 and not e.reasons
     assert 1 < e.gemm_speedup < 2

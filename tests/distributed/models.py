@@ -19,7 +19,7 @@ from f8fx.torch_private import storage_key
 from tests.helpers import Block, bf16
 
 DIM, HIDDEN = 64, 96
-OPTIONS = {"executor": "eager", "select": "all", "debug": True, "strict": True}
+OPTIONS = {"executor": "eager", "select": "all", "strict": True}
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 

@@ -24,12 +24,13 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_ranks_train_in_both(tmp_path: Path):
-    run = demo("--recipe", "rowwise", "--json", "--out", str(tmp_path))
+    run = demo("--recipe", "rowwise", "--out", str(tmp_path))
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "2 ranks, FSDP2 over gloo" in " ".join(run.stderr.split())
-    assert "Graphs run without code generation" in " ".join(run.stderr.split())
-    results = json.loads(run.stdout)  # of one rank
-    assert results == json.loads((tmp_path / "results.json").read_text())
+    said = " ".join((run.stderr + run.stdout).split())
+    assert "2 ranks, FSDP2 over gloo" in said and "Graphs run without code generation" in said
+    assert run.stdout.count("gathered (MB/step/rank)") == 1  # by one rank
+    assert "21 of 21 of the graph that all blocks share" in run.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
     assert (tmp_path / "losses.png").stat().st_size > 10_000
     assert (results["plan"]["ranks"], results["plan"]["executor"]) == (2, "eager")
     # seven linears a block, three gemms each, in the graph that the blocks share
@@ -49,13 +50,6 @@ def test_two_ranks_train_in_both(tmp_path: Path):
     for name, sent in (("bf16", c.high), ("float8", c.float8)):
         gathered = sum(s.wire_bytes for s in sent if s.op == "all_gather")
         assert results[name]["gathered_bytes"] == gathered
-
-
-def test_the_table_is_printed_once(tmp_path: Path):
-    run = demo("--steps", "2", "--out", str(tmp_path))
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("gathered (MB/step/rank)") == 1
-    assert "21 of 21 of the graph that all blocks share" in run.stdout
 
 
 def test_a_rank_that_fails_ends_the_demo(tmp_path: Path):

@@ -38,7 +38,7 @@ TIMEOUT, SLACK = 4, 12
 
 def fsdp2():
     """Gathers in hooks; what runs a step, and whose weights they are."""
-    model = Setup("tensorwise", world_mesh(), True, options={"debug": False}).build()
+    model = Setup("tensorwise", world_mesh(), True).build()
     return model, model
 
 
@@ -46,7 +46,7 @@ def in_graph():
     """Gathers in the graph."""
     torch.manual_seed(0)
     model = simple_fsdp(Net(depth=1).to(bf16), world_mesh())
-    return model, compiled(model, debug=False)
+    return model, compiled(model)
 
 
 class Run:

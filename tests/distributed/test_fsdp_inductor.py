@@ -15,7 +15,7 @@ def same_code_same_bits():
     for recipe in ("tensorwise", "rowwise"):
         results = []
         for float8 in (False, True):
-            options = {"executor": "inductor", "debug": False}
+            options = {"executor": "inductor"}
             model = Setup(recipe, world_mesh(), float8, options=options, net={"depth": 1}).build()
             results.append(train(model, 3, rank=dist.get_rank()))
         assert_same(*results, recipe)

@@ -60,7 +60,7 @@ def tensor_parallel(float8: bool, recipe: str) -> Net:
             for name, shape in (("gate", (48, 64)), ("up", (48, 64)), ("down", (64, 48)))
         }
     for block in model.blocks:
-        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe, "debug": False})
+        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     # split by rows over both dimensions, or by columns over one and rows over the other
