@@ -18,7 +18,7 @@ from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline
 from tests.helpers import bf16, randn
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cache")]
+pytestmark = pytest.mark.slow
 
 #: Compiles a one-layer model under the given layer name and options; prints what happened.
 CHILD = """

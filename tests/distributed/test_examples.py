@@ -17,8 +17,6 @@ from tests.distributed.examples import collectives as examples
 from tests.distributed.harness import outcome_fixture
 from tests.helpers import bf16, randn, sqnr
 
-pytestmark = pytest.mark.xdist_group("examples")
-
 
 class Gate(nn.Module):
     def __init__(self):

@@ -25,8 +25,6 @@ from tests.distributed.models import Net, Setup, assert_same, batch, loss_of, wh
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled
 
-pytestmark = pytest.mark.xdist_group("faults")
-
 WORLD, VICTIM = 3, 1
 STEPS, SAVED = 4, 2
 #: Of the process group when the fault happens, and what a busy machine may need to raise an error.

@@ -16,7 +16,7 @@ from tests.distributed.simple_fsdp import simple_fsdp
 from tests.distributed.test_tensor_parallel import Net, parallel, tp_mesh
 from tests.helpers import Block, bf16, compiled, gradients, randn, sqnr
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed_inductor")]
+pytestmark = pytest.mark.slow
 
 
 def make():

@@ -18,8 +18,6 @@ from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import Block, bf16, compiled, randn
 
-pytestmark = pytest.mark.xdist_group("simple_fsdp")
-
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 1e-3), "AdamW": lambda p: torch.optim.AdamW(p, 1e-3)}
 
 

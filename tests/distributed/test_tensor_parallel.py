@@ -25,8 +25,6 @@ from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled, randn
 
-pytestmark = pytest.mark.xdist_group("tensor_parallel")
-
 
 class FeedForward(nn.Module):
     def __init__(self):
