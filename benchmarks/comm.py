@@ -3,7 +3,7 @@
 Llama 3 in bf16 parameters, its output projection kept in bf16, each block wrapped and resharded after its forward.
 Everything is predicted, from shapes and line rates (:mod:`f8fx.communication`), so it runs anywhere in seconds; that the
 bytes are those of real runs is what ``tests/distributed/test_communication.py`` is for. Rowwise gathers send the
-forward's copy in the forward and the backward's in the backward (``copies="alternate"``).
+forward's copy in the forward and the backward's in the backward.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def model(name: str) -> Decoder:
 def measure(model_name: str, recipe: str, world: int, cluster: str) -> Row:
     """Bytes each rank sends in a step and predicted seconds, as it is and with float8 gathers."""
     options = Options.parse({"recipe": recipe, "filter_fqns": list(KEPT), "target": "h100"})
-    c = predict(
-        model(model_name), World(world), options, copies="alternate", interconnect=INTERCONNECTS[cluster]
-    )
+    c = predict(model(model_name), World(world), options, interconnect=INTERCONNECTS[cluster])
     gathered = [sum(s.wire_bytes for s in side if s.op == "all_gather") for side in (c.high, c.float8)]
     return {
         "bytes": {"bf16": c.high_bytes, "float8": c.float8_bytes},

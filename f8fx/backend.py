@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import canary, executor, lowerings, weight_inputs
+from . import canary, executor, halves, lowerings, weight_inputs
 from .agreement import confirm, confirm_plain
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options
 from .partition import Partitioner
-from .passes import FilterError, Pipeline, RecomputeError, WeightInputs
+from .passes import FilterError, Pipeline, WeightInputs
 from .passes.find import mark_parameters, parameter_positions
+from .passes.halves import ANYTHING, NOTHING, ReadsOther
 from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
 from .torch_private import (
@@ -87,7 +88,7 @@ class GraphPass(CustomGraphPass):
         before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
         try:
             report = self.pipeline(graph)
-        except (FilterError, RecomputeError):
+        except FilterError:
             raise  # the user's to mend, not ours to work around
         except Exception as error:
             # the graph can run as it was, if that is what happens on all ranks
@@ -96,6 +97,11 @@ class GraphPass(CustomGraphPass):
         report.traffic = traffic(before, gathers(graph))
         confirm(report.traffic)
         self.reports.append(report)
+
+    def begin_again(self, otherwise: Any) -> None:
+        """Forgets an attempt; the next one differs by ``otherwise``."""
+        self.key = self.key.extended(otherwise)
+        self.reports, self.met_again = [], []
 
     def uuid(self) -> Any:
         """Key for Inductor's caches; ``None``, no caching, if any part has none."""
@@ -149,24 +155,40 @@ def compile_graph(
     if options.executor == "inductor":
         config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
     graph_pass = _graph_pass(gm, example_inputs, options, config)
-    run = _runner(options, config, compile_fx)
-    # compilers take over the graph they are given: keep one for the fallback
-    spare = None if options.strict else fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    try:
+    weights = halves.positions(example_inputs)
+    own_split = _partitions(options, config)
+    reads = ANYTHING if weights and not own_split else NOTHING
+    # compilers take over the graph they are given: keep one for another attempt
+    spare = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if weights or not options.strict else None
+
+    def attempt(graph: fx.GraphModule, keep_to_halves: bool) -> Callable[..., Any]:
+        run = _runner(options, config, compile_fx, keep_to_halves)
         # a backward that fails must fail here, where there is something to fall back to
         with contextlib.nullcontext() if options.strict else eager_backward_lowering():
             if options.weights == "dynamic":
-                compiled = run(gm, example_inputs, graph_pass)
-            else:
-                compiled = _run_with_weights(gm, example_inputs, options, config, graph_pass, run)
+                return run(graph, example_inputs, graph_pass)
+            return _run_with_weights(graph, example_inputs, options, config, graph_pass, run)
+
+    try:
+        try:
+            compiled = attempt(gm, keep_to_halves=bool(weights) and own_split)
+        except Exception as error:
+            other = ReadsOther.within(error)
+            if other is None or spare is None:
+                raise
+            reads = other.reads
+            graph_pass.begin_again(reads)
+            compiled = attempt(fx.GraphModule(spare, copy.deepcopy(spare.graph)), keep_to_halves=False)
     except Exception as error:
         sends_float8 = any(g.moved for report in graph_pass.reports for g in report.gathers)
         # the other ranks go on: this one must not send something else
-        if spare is None or sends_float8 or not _is_ours(error, graph_pass):
+        if options.strict or spare is None or sends_float8 or not _is_ours(error, graph_pass):
             raise
-        return _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
+        run = _runner(options, config, compile_fx)
+        compiled = _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
+        return halves.saying(compiled, weights, ANYTHING)
     _publish(graph_pass, options)
-    return compiled
+    return halves.saying(compiled, weights, reads)
 
 
 def _run_with_weights(
@@ -224,13 +246,25 @@ def _weight_inputs(
     return inputs, training
 
 
-def _runner(options: Options, config: Mapping[str, Any], compile_fx: CompileFx) -> Run:
-    """What compiles a graph: with the pass, or, given none, as if f8fx were not there."""
+def _partitions(options: Options, config: Mapping[str, Any]) -> bool:
+    """Whether f8fx's partitioner splits the graphs: not where the user has one."""
+    own = config.get("custom_partitioner_fn", inductor_config().custom_partitioner_fn) is None
+    return own or options.executor == "eager"
+
+
+def _runner(
+    options: Options, config: Mapping[str, Any], compile_fx: CompileFx, keep_to_halves: bool = False
+) -> Run:
+    """What compiles a graph: with the pass, or, given none, as if f8fx were not there.
+
+    Args:
+        keep_to_halves: see :class:`~f8fx.partition.Partitioner`.
+    """
 
     def run_eagerly(
         graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
     ) -> Callable[..., Any]:
-        return executor.compile_eager(graph, example_inputs, graph_pass, save=options.save)
+        return executor.compile_eager(graph, example_inputs, graph_pass, None, options.save, keep_to_halves)
 
     def run_inductor(
         graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
@@ -240,8 +274,8 @@ def _runner(options: Options, config: Mapping[str, Any], compile_fx: CompileFx) 
         ours: dict[str, Any] = {"joint_custom_pre_pass": graph_pass}
         # as they are: lowering changes them, and Inductor sets them back after the compile
         ours.update({key: getattr(inductor_config(), key) for key in graph_pass.tuning})
-        if config.get("custom_partitioner_fn", inductor_config().custom_partitioner_fn) is None:
-            ours["custom_partitioner_fn"] = Partitioner(options.save)
+        if _partitions(options, config):
+            ours["custom_partitioner_fn"] = Partitioner(options.save, keep_to_halves)
         return compile_fx(graph, example_inputs, config_patches={**config, **ours})
 
     if options.executor == "eager":

@@ -280,9 +280,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument(
         "--copies",
-        choices=("both", "alternate"),
-        default="both",
-        help="with --world or --mesh: of rowwise weights, as enable_float8_all_gather takes it (default: both)",
+        choices=("auto", "both"),
+        default="auto",
+        help="with --world or --mesh: of rowwise weights, as enable_float8_all_gather takes it (default: auto)",
     )
     explain.add_argument(
         "--parallelize",

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .fsdp.copies import Wanted
 from .fsdp.enable import GatherDecision
 from .interconnect import Interconnect
 from .options import Options
-from .step import Copies, Sharded
+from .step import Sharded
 from .wire import IN_GRAPH, Call, Op, Sent, World, totals
 
 __all__ = ["Call", "Communication", "Sharded", "World", "predict"]
@@ -122,7 +123,7 @@ def predict(
     options: Options,
     *,
     training: bool = True,
-    copies: Copies = "both",
+    copies: Wanted = "auto",
     interconnect: Interconnect | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -135,7 +136,8 @@ def predict(
         world: ranks, FSDP x TP, or HSDP; see :meth:`World.parse`.
         options: of the backend: recipe, filters, target.
         training: with a backward.
-        copies: of rowwise weights, as ``enable_float8_all_gather`` takes it.
+        copies: of rowwise weights, as ``enable_float8_all_gather`` takes it. ``"auto"`` is a step that is not the first,
+            without activation checkpointing (with it, gathers of the backward carry both copies).
         interconnect: what to predict seconds for.
         param_dtype, reduce_dtype: FSDP2's mixed-precision policy; default: the parameters' own dtype.
         in_graph: the collectives that stand in the model's graphs, as they are and as rewritten; ``None``: unknown.
@@ -143,8 +145,8 @@ def predict(
     Raises:
         ValueError: for a world or copies that cannot be.
     """
-    if copies not in ("both", "alternate"):
-        raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
+    if copies not in ("auto", "both"):
+        raise ValueError(f"copies must be 'auto' or 'both', got {copies!r}")
     world = World.parse(world)
     sharded = Sharded.of(model, world, options, param_dtype, reduce_dtype)
     graphs = in_graph or ((), ())
@@ -169,6 +171,6 @@ def predict(
         float8_seconds=seconds(float8),
         gathers=gathers,
         graphs_counted=in_graph is not None,
-        doubled=world.fsdp > 1 and copies == "both" and twice,
+        doubled=world.fsdp > 1 and copies == "both" and training and twice,
         replicate=world.replicate,
     )

@@ -27,16 +27,17 @@ def compile_eager(
     transform: GraphTransform | None,
     on_partition: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
     save: Save = "lean",
+    keep_to_halves: bool = False,
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph to eager execution of its (transformed) AOTAutograd graphs.
 
     Args:
         transform: applied to the joint graph, or to the inference graph.
         on_partition: called with the forward and the backward graph.
-        save: see :class:`~f8fx.partition.Partitioner`.
+        save, keep_to_halves: see :class:`~f8fx.partition.Partitioner`.
     """
 
-    partitioner = Partitioner(save)
+    partitioner = Partitioner(save, keep_to_halves)
 
     def apply(graph: fx.GraphModule) -> None:
         if transform is not None:

@@ -222,7 +222,7 @@ def wire_note(c: Communication) -> str:
     if c.interconnect:
         text += f" Time at line rate of {c.interconnect} nodes of 8, nothing overlapped."
     if c.doubled:
-        text += ' This recipe sends two float8 copies of a weight; copies="alternate" halves that.'
+        text += ' This recipe sends two float8 copies of a weight; copies="auto" halves that.'
     if c.tp > 1 and not c.graphs_counted:
         text += (
             " What tensor parallelism itself sends is not in it; parallelize= says how the model is split."

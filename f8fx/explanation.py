@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from torch import nn
 
@@ -38,6 +38,7 @@ from .report import Decision, GraphReport, MergeDecision
 
 if TYPE_CHECKING:
     from .communication import Communication, World
+    from .fsdp.copies import Wanted
 
 __all__ = ["ExplainError", "Explanation", "Row", "explain"]
 
@@ -223,7 +224,7 @@ def explain(
     target: str | Hardware | None = "h100",
     dynamic: bool = False,
     world: World | int | str | None = None,
-    copies: Literal["both", "alternate"] = "both",
+    copies: Wanted = "auto",
     parallelize: Parallelize | None = None,
     **options: Any,
 ) -> Explanation:
@@ -275,7 +276,7 @@ def _explained(
     kwargs: Mapping[str, Any],
     dynamic: bool,
     world: World | None,
-    copies: Literal["both", "alternate"],
+    copies: Wanted,
     parsed: Options,
 ) -> Explanation:
     from .communication import predict

@@ -275,8 +275,8 @@ concat = torch.ops.f8fx.concat.default
 materialize = torch.ops.f8fx.materialize.default
 
 #: Those that mark a tensor as float8 already. ``power_of_2`` says how the scale was made: it belongs to the
-#: format, and a ``quantize`` folds into a marker of its own format only. ``alternate``: the two copies share
-#: memory; the first is there in the forward, the second in the backward.
+#: format, and a ``quantize`` folds into a marker of its own format only. ``alternate``: the first copy
+#: may be in memory in the forward only, the second in the backward only.
 MARKERS = frozenset((dequantize, dequantize_both))
 
 #: All operators of the IR.

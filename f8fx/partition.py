@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import fx
 
 from . import ops
+from .passes.halves import ReadsOther, reads
 from .torch_private import CustomPartitionerFn, min_cut_partition
 
 Save = Literal["lean", "fast"]
@@ -31,15 +32,24 @@ class Partitioner(CustomPartitionerFn):
         save: ``"lean"``: casts may be recomputed, so that no more is saved than the sources;
             ``"fast"``: the transposed copies of weights, made in the forward with the others, are saved; not where
             one read gave the amaxes of rows and columns (:mod:`passes.one_read`), since that would spare nothing.
+        keep_to_halves: refuse a split in which one half reads a copy of a weight that is the other half's
+            (:mod:`passes.halves`).
+
+    Raises:
+        ReadsOther: when called, for such a split.
     """
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: Save, keep_to_halves: bool = False) -> None:
         self.save = save
+        self.keep_to_halves = keep_to_halves
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         recomputable = _RECOMPUTABLE_LEAN if self.save == "lean" else _RECOMPUTABLE
-        return min_cut_partition(gm, joint_inputs, recomputable, **kwargs)
+        forward, backward = min_cut_partition(gm, joint_inputs, recomputable, **kwargs)
+        if self.keep_to_halves and (found := reads(gm.graph, forward.graph, backward.graph)):
+            raise ReadsOther(found)
+        return forward, backward
 
     def uuid(self) -> Any:
         """The code's hash is part of the pass's key."""
-        return f"f8fx {self.save}"
+        return f"f8fx {self.save}{' halves' if self.keep_to_halves else ''}"

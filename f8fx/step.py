@@ -9,19 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .fsdp.copies import Wanted
 from .fsdp.enable import GatherDecision, judge
 from .fsdp.formats import Format
 from .options import Options
 from .torch_private import local_tensor
 from .wire import Call, World
-
-Copies = Literal["both", "alternate"]
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ class Sharded:
         gathers = tuple(verdict.decision for verdict in verdicts)
         return Sharded(world, units, not blocks, gathers)
 
-    def calls(self, float8: bool, training: bool = True, copies: Copies = "both") -> list[Call]:
-        """The collectives of one step."""
+    def calls(self, float8: bool, training: bool = True, copies: Wanted = "auto") -> list[Call]:
+        """The collectives of one step, not the first; see :mod:`f8fx.fsdp.copies`."""
         ranks, stride, replicas = self.world.fsdp, self.world.tp, self.world.replicate
         found: list[Call] = []
         if float8 and (amaxes := sum(map(_amaxes, self._converted()))):
@@ -102,7 +100,7 @@ class Sharded:
                 continue
             again = bool(unit) or self.root_resharded
             for backward in (False, True)[: 1 + (training and again)]:
-                content = int(backward) if copies == "alternate" and again else None
+                content = int(backward) if copies == "auto" and again and training else None
                 sizes = _summed(self._gathered(p, content if float8 else None, float8) for p in params)
                 found.append(Call("all_gather", "weights", unit, backward, ranks, sizes, stride))
             shards = _summed(

@@ -37,6 +37,7 @@ from f8fx.recipe import Recipe
 from f8fx.report import GraphReport
 from f8fx.torch_private import supports_rowwise_scaled_mm
 
+from . import halves
 from .amax_both import AmaxBoth
 from .amaxes import Amaxes
 from .check import Known, check, signature
@@ -51,7 +52,7 @@ from .one_read import OneRead
 from .quantize import Quantize, RowwiseScales
 from .reuse import Reuse, WeightInputs
 from .select import FilterError, Policy, Select
-from .share import RecomputeError, Share, unfolded
+from .share import Share, unfolded
 from .tags import Tags
 
 __all__ = [
@@ -67,7 +68,6 @@ __all__ = [
     "Pipeline",
     "Policy",
     "Quantize",
-    "RecomputeError",
     "Reuse",
     "RowwiseScales",
     "Select",
@@ -143,6 +143,7 @@ class Pipeline:
         """
         report = GraphReport(self.recipe.name, training=bool(backward_nodes(graph)))
         outputs = signature(graph) if self.debug else None
+        halves.mark(graph)
         known: Known = {}
 
         def run(name: str, step: Callable[..., Any], *args: Any) -> Any:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
@@ -87,8 +86,6 @@ def _fold_dequantize(graph: fx.Graph) -> None:
         if marked is None:
             continue
         data, scale = marked
-        if data is marker.args[0]:
-            _check_not_recomputed(node, marker)
         if node.kwargs["transpose"] or tuple(node.kwargs["align"]) != _PLAIN:  # type: ignore[arg-type]
             with graph.inserting_before(node):
                 layout = {"transpose": node.kwargs["transpose"], "align": node.kwargs["align"]}
@@ -98,26 +95,9 @@ def _fold_dequantize(graph: fx.Graph) -> None:
                 # made in the forward it would be kept until the backward: an unsharded copy of every weight.
                 # What is marked is there in the backward too
                 data.meta["partitioner_tag"] = IN_BACKWARD
-        if marker.kwargs.get("alternate") and scale is not marker.args[1]:
-            for reader in own_scale.users:
-                reader.meta["partitioner_tag"] = IN_BACKWARD  # NaN in the forward
         node.replace_all_uses_with(data)
         own_scale.replace_all_uses_with(scale)
         erase_unused(graph, node)
-
-
-class RecomputeError(ValueError):
-    """A forward that checkpointing runs again in the backward reads what is there in the forward only."""
-
-
-def _check_not_recomputed(quantize: fx.Node, marker: fx.Node) -> None:
-    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    if marker.kwargs.get("alternate") and quantize.meta.get("recompute") in again:
-        raise RecomputeError(
-            f"f8fx: {fqn.of_node(quantize) or 'a matmul'} is checkpointed, so its forward runs again in the backward, "
-            'where its weight is gathered in the backward\'s float8 copy only. Use copies="both" in '
-            "f8fx.fsdp.enable_float8_all_gather"
-        )
 
 
 def _format_wanted(quantize: fx.Node, scale: fx.Node) -> Hashable:

@@ -68,13 +68,13 @@ def test_without_a_backward_weights_are_gathered_once():
 
 def test_rowwise_sends_both_copies_or_each_in_its_half():
     sizes = {}
-    for copies in ("both", "alternate"):
+    for copies in ("both", "auto"):
         c = predict(net(), 2, options("rowwise"), copies=copies)  # type: ignore[arg-type]
         assert c.doubled == (copies == "both")
         sizes[copies] = next(row[4] for row in c.rows if row[2] == "float8_e4m3fn")
         # an amax for each row and each column
         assert c.rows[-1] == ("all_reduce", "amaxes", "int32", 0, 4 * (64 + 32))
-    assert sizes == {"both": 2 * 2 * 2048 // 2, "alternate": 2 * 2048 // 2}
+    assert sizes == {"both": 2 * 2 * 2048 // 2, "auto": 2 * 2048 // 2}
 
 
 def test_shards_that_are_not_even_carry_padding():
@@ -230,7 +230,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]):
     spec = "tests.test_communication:tiny"
     assert main(["explain", spec, "--world", "8x4", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["communication"]["tp"] == 4
-    assert main(["explain", spec, "--mesh", "fsdp=8", "--recipe", "rowwise", "--copies", "alternate"]) == 0
+    assert main(["explain", spec, "--mesh", "fsdp=8", "--recipe", "rowwise", "--copies", "both"]) == 0
     assert "each rank of 8" in capsys.readouterr().out
     assert main(["explain", spec, "--world", "many"]) == 2
     assert "world must be like 8, 8x4" in capsys.readouterr().err

@@ -92,9 +92,7 @@ class Ranks:
 
         compile_options: dict[str, Any] = {}
         if options is not None:
-            enable_float8_all_gather(
-                model, plan.recipe, filter_fqns=options["filter_fqns"], copies="alternate"
-            )
+            enable_float8_all_gather(model, plan.recipe, filter_fqns=options["filter_fqns"])
             compile_options["options"] = options
         # inputs are as wanted: RoPE's angles stay float32
         policy = MixedPrecisionPolicy(PARAM_DTYPE, REDUCE_DTYPE, cast_forward_inputs=False)

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in float8: half the bytes (rowwise: with ``copies="alternate"``), the same bits.
+"""Weights that FSDP2 gathers in float8: half the bytes, the same bits.
 
     from f8fx.fsdp import enable_float8_all_gather
 
@@ -16,6 +16,8 @@ and what is made of what arrives. Here
   the *whole* weight, and sends one byte an element;
 * :class:`~f8fx.fsdp.scales.Scales` finds those amaxes for all weights with one all-reduce when the first
   forward after a change of the weights begins;
+* :class:`~f8fx.fsdp.copies.Copies` says which of a weight's copies a gather carries, where forward and backward read
+  different ones;
 * :class:`~f8fx.fsdp.weight.Float8Weight` is what the layers see: float8 data and scales. A compiled graph
   gets them as inputs, marked by ``f8fx::dequantize``, and the pass *share* folds the marks, in forward
   and backward, so that no weight is cast again.

@@ -19,6 +19,7 @@ from f8fx.recipe import Recipe
 from f8fx.report import log
 from f8fx.torch_private import local_tensor, pre_hooks, storage_key
 
+from .copies import Copies, Wanted
 from .formats import Format, formats_of
 from .scales import BeginForward, EndForward, Mode, Scales, WeightScales
 from .shard import Float8Shard
@@ -52,7 +53,7 @@ def enable_float8_all_gather(
     only_fqns: Sequence[str] = (),
     wire: Literal["auto", "uint8", "float8"] = "auto",
     scales: Mode = "step",
-    copies: Literal["both", "alternate"] = "both",
+    copies: Wanted = "auto",
     mesh: DeviceMesh | None = None,
 ) -> list[GatherDecision]:
     """Makes FSDP2 gather the weights of linear layers in float8.
@@ -73,11 +74,12 @@ def enable_float8_all_gather(
             changed weights in whichever way, on one rank alone if need be. ``"manual"``: when
             :func:`precompute_scales` is called; a change since that f8fx can see is an error.
         copies: for recipes whose backward reads a weight in another format than the forward (the rowwise
-            ones). ``"both"``: every gather carries both copies, as many bytes as in bf16; nothing is cast on
-            arrival. ``"alternate"``: the forward's gather carries the forward's copy and the backward's the
-            backward's, half the bytes; needs ``reshard_after_forward=True`` (elsewhere both are sent) and no
-            activation checkpointing (an error). What ``set_reshard_after_backward(False)`` keeps is gathered again all
-            the same, and after a backward that raised, FSDP2's ``reset_iter_state()`` must be called (else an error).
+            ones). ``"auto"``: the gathers of the first step carry both copies, as many bytes as in bf16, and the
+            following ones what their half of the step was seen to read: half the bytes in the forward, and in the
+            backward too, unless activation checkpointing or a graph that f8fx did not compile reads the
+            forward's copy there. Weights that are not resharded after the forward are gathered once for both, with
+            both copies. After a backward that raised, FSDP2's ``reset_iter_state()`` must be called (else an error).
+            ``"both"``: every gather carries both copies.
         mesh: the ranks that must decide alike; default: all of them. Pass the FSDP mesh where ranks hold
             different models (pipeline parallelism).
 
@@ -93,8 +95,8 @@ def enable_float8_all_gather(
         raise ValueError(f"wire must be 'auto', 'uint8' or 'float8', got {wire!r}")
     if scales not in ("step", "forward", "manual"):
         raise ValueError(f"scales must be 'step', 'forward' or 'manual', got {scales!r}")
-    if copies not in ("both", "alternate"):
-        raise ValueError(f"copies must be 'both' or 'alternate', got {copies!r}")
+    if copies not in ("auto", "both"):
+        raise ValueError(f"copies must be 'auto' or 'both', got {copies!r}")
     manager = Scales(model, scales)
     judged = judge(model, options)
     decisions = [verdict.decision for verdict in judged]
@@ -259,7 +261,7 @@ def _device(tensor: Tensor) -> torch.device:
 
 
 def _convert(
-    candidate: Candidate, formats: tuple[Format, ...], wire: str, copies: str, manager: Scales
+    candidate: Candidate, formats: tuple[Format, ...], wire: str, wanted: Wanted, manager: Scales
 ) -> WeightScales:
     param = candidate.param
     before: dict[str, Any] = {}
@@ -267,6 +269,7 @@ def _convert(
         names = param.device_mesh.mesh_dim_names or ()
         before = {n: p for n, p in zip(names, param.placements, strict=False) if not p.is_replicate()}
     owners = [(module, name) for _, module, name in candidate.owners]
+    copies = Copies(candidate.fqn, len(formats), wanted, manager.model)
     weight = WeightScales(candidate.fqn, formats, wire, copies, candidate.shape, before, owners, manager)
     replacement = nn.Parameter(_wrapped(param.detach(), weight), requires_grad=param.requires_grad)
     replacement.__dict__.update(param.__dict__)

@@ -44,17 +44,14 @@ from torch.distributed.tensor import DTensor
 from f8fx.kernels import cast
 from f8fx.report import log
 from f8fx.torch_private import (
-    backward_was_interrupted,
-    fsdp_group_of,
     in_backward,
     local_tensor,
     move_pre_hook_first,
-    reshard_group,
-    reshards_after_forward,
     version_counter,
 )
 
 from .amaxes import Reduced, amaxes, maximum, ranks
+from .copies import Copies, settle
 from .formats import Format, Layout
 from .steps import watch_optimizers
 
@@ -72,7 +69,7 @@ class WeightScales:
         fqn: its name.
         formats: the float8 copies that are sent.
         wire: ``"auto"``, ``"uint8"`` or ``"float8"``.
-        copies: ``"both"`` or ``"alternate"``; says something for two formats only.
+        copies: which of them a gather carries.
         outer_size: of the weight as FSDP2 sees it: whole, or the local part of a tensor-parallel one.
         before: how a tensor-parallel weight was placed, by mesh dimension: what FSDP2 did not do.
         owners: modules and attribute names that hold the parameter.
@@ -82,7 +79,7 @@ class WeightScales:
     fqn: str
     formats: tuple[Format, ...]
     wire: str
-    copies: str
+    copies: Copies
     outer_size: tuple[int, ...]
     before: dict[str, Any]
     owners: list[tuple[nn.Module, str]]
@@ -91,9 +88,6 @@ class WeightScales:
     reduced: Reduced | None = None
     version: Any = None
     _param: Any = field(default=None, repr=False)
-    _group: Any = field(default=None, repr=False)
-    _alternates: bool | None = field(default=None, repr=False)
-    _content: int = field(default=0, repr=False)
 
     @property
     def dims(self) -> list[int | None]:
@@ -143,64 +137,6 @@ class WeightScales:
             return None
         return mesh if mesh.ndim == 1 else mesh[names[sharded[0]]]  # type: ignore[index]
 
-    def alternates(self, mesh: DeviceMesh) -> bool:
-        """Whether a gather carries only the copy that its half of the step reads.
-
-        Decided at the first gather: FSDP2 keeps the sizes it has seen then.
-
-        Raises:
-            RuntimeError: where FSDP2 was told otherwise since, so that the backward's copy would be missing.
-            NotImplementedError: for ``reshard_after_forward=<int>``, which FSDP2 lacks for parameters that
-                say how they are sent.
-        """
-        if self._group is None:
-            self._group = fsdp_group_of(
-                self.manager.model, lambda local: getattr(local, "weight", None) is self
-            )
-        reshards = reshards_after_forward(self._group)
-        if reshards is not None and not isinstance(reshards, bool):
-            raise NotImplementedError(
-                f"f8fx.fsdp: {self.fqn!r}: FSDP2 cannot reshard a float8 weight to a smaller group; use "
-                "reshard_after_forward=True or False"
-            )
-        if self._alternates is None:
-            wanted = self.copies == "alternate" and len(self.formats) > 1
-            self._alternates = wanted and reshards is True and mesh.size() > 1
-        if self._alternates and reshards is not True:
-            raise RuntimeError(
-                f'f8fx.fsdp: {self.fqn!r} is no longer resharded after the forward, and copies="alternate" needs '
-                'that: the backward has to gather its own copy. Use copies="both"'
-            )
-        return self._alternates
-
-    def sends(self, mesh: DeviceMesh) -> int | None:
-        """Which copy the gather that begins now carries; ``None``: all there are."""
-        if not self.alternates(mesh):
-            return None
-        self._content = int(in_backward())
-        return self._content
-
-    def drop_backward_copy(self) -> None:
-        """Frees what a backward has gathered, if anything, so that the forward that begins gathers its own copy.
-
-        FSDP2 keeps it after ``set_reshard_after_backward(False)``, and may after ``set_is_last_backward(False)``.
-
-        Raises:
-            RuntimeError: after a backward that ended in an exception: FSDP2 takes some blocks to be in it still, and
-                would not gather for the next one.
-        """
-        if not self._alternates:
-            return
-        if backward_was_interrupted(self._group):
-            raise RuntimeError(
-                "f8fx.fsdp: the last backward ended in an exception, and FSDP2 takes it to be running. Call "
-                "reset_iter_state() on the root module before the next forward (torch 2.13; with older ones resume from "
-                "a checkpoint)"
-            )
-        if self._content:
-            reshard_group(self._group)
-            self._content = 0
-
     def scales(self, shard: Float8Shard, mesh: DeviceMesh, source: torch.dtype) -> tuple[Tensor, ...]:
         """One tensor of scales for each format, of the whole weight rounded to ``source``."""
         self.manager.prepare(self, shard, mesh)
@@ -234,8 +170,10 @@ class Scales:
     def begin_forward(self) -> None:
         """The model's forward begins."""
         if not in_backward():
+            if self.depth == 0:
+                settle(weight.copies for weight in self.weights)
             for weight in self.weights:
-                weight.drop_backward_copy()
+                weight.copies.drop_backward_copy()
         self.fresh = False
         recomputed = in_backward() and all(weight.reduced for weight in self.weights)
         if self.due() and not recomputed and self.depth == 0:

@@ -183,10 +183,10 @@ class Float8Shard(torch.Tensor):
         scales = weight.scales(self, mesh, source)
         x = self.plain.to(source)
         wire = _wire_dtype(weight.wire, mesh)
-        content = weight.sends(mesh)
+        chosen = weight.copies.sends(mesh)
         sent = []
         for index, (form, scale) in enumerate(zip(weight.formats, scales, strict=True)):
-            if content not in (None, index):
+            if index not in chosen:
                 continue
             data = form.quantize(x, layout.local(scale, form.dim)).view(torch.uint8)
             if data.shape[0] != layout.padded_rows:
@@ -196,7 +196,7 @@ class Float8Shard(torch.Tensor):
             sent.append(data.view(wire or form.dtype))
         # a group of one gathers the first tensor only (torch 2.13)
         local = tuple(sent[1:]) if mesh.size() == 1 else ()
-        return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local, content)
+        return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local, chosen)
 
     def fsdp_post_all_gather(
         self,
@@ -207,30 +207,27 @@ class Float8Shard(torch.Tensor):
         out: Tensor | None = None,
     ) -> Any:
         """What is made of what arrived: a :class:`Float8Weight`, or new scales for the one there is."""
-        scales, (n, k), local, content = metadata
+        scales, (n, k), local, chosen = metadata
         formats = self.weight.formats
+        copies = self.weight.copies
+        copies.present = chosen
         self.weight.manager.gathered()
         if out is not None:
             target = local_tensor(out) if isinstance(out, DTensor) else out
             if not isinstance(target, Float8Weight):
                 raise RuntimeError(f"f8fx.fsdp: FSDP2 handed back {type(target)} for {self.weight.fqn!r}")
-            target.arrived(scales, content or 0)
+            target.arrived(scales)
             for index, new in enumerate(local, start=1):
                 # not seen by autograd, which may hold it for the backward, like FSDP2's own writes
                 getattr(target, f"_data_{index}").data.view(torch.uint8).copy_(new.view(torch.uint8))
             return None
-        alternate = content is not None
-        arrived = (*all_gather_outputs, *local) * (len(formats) if alternate else 1)
         data = tuple(
             # padding is at the end: the shards before the last are full
             gathered.view(form.dtype).view(-1)[: n * k].view(n, k)
-            for gathered, form in zip(arrived, formats, strict=True)
+            for gathered, form in zip((*all_gather_outputs, *local), formats, strict=True)
         )
-        if alternate:
-            scales = tuple(scale.clone() for scale in scales)
-        made = Float8Weight(data, scales, formats, param_dtype, self.weight.fqn, alternate)
-        if alternate:
-            made.arrived(scales, content)
+        alternate = copies.alternates
+        made = Float8Weight(data, scales, formats, param_dtype, self.weight.fqn, alternate, copies)
         return made, ()  # all memory is FSDP2's own: nothing more to free
 
 

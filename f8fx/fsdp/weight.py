@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from f8fx import ops
+from f8fx.passes.halves import Reads
 from f8fx.torch_private import (
     disabled_torch_function,
-    in_backward,
     is_fake,
     is_mutating,
     tree_leaves,
@@ -19,6 +19,7 @@ from f8fx.torch_private import (
     wrapper_tensor,
 )
 
+from .copies import Copies
 from .formats import Format
 
 aten = torch.ops.aten
@@ -54,17 +55,15 @@ class Float8Weight(torch.Tensor):
         formats: the forward's, and where it differs the backward's.
         dtype: of the weight it stands for.
         fqn: for messages.
-        alternate: both formats share one memory; the forward's copy is in it in the forward, the
-            backward's in the backward. The scales of the one that is not are NaN, so that no graph can
-            take the one for the other unnoticed.
-        content: which copy is there, shared by all tensors on this memory.
+        copies: what is known of the copies it was gathered in, shared by all tensors on this memory; ``None`` for
+            one that a graph is traced with.
+        alternate: the forward's copy may be in memory in the forward only, the backward's in the backward.
     """
 
     formats: tuple[Format, ...]
     fqn: str
     alternate: bool
-    content: list[int]
-    _first: Tensor
+    copies: Copies | None
 
     @staticmethod
     def __new__(
@@ -75,7 +74,7 @@ class Float8Weight(torch.Tensor):
         dtype: torch.dtype,
         fqn: str = "",
         alternate: bool = False,
-        content: list[int] | None = None,
+        copies: Copies | None = None,
     ) -> Float8Weight:
         self = wrapper_tensor(
             cls,
@@ -87,41 +86,27 @@ class Float8Weight(torch.Tensor):
             requires_grad=False,
         )
         self.formats, self.fqn, self.alternate = formats, fqn, alternate
-        self.content = content if content is not None else [0]
-        self._first = data[0]
+        self.copies = copies
         for index, (copy, scale) in enumerate(zip(data, scales, strict=True)):
+            setattr(self, f"_data_{index}", copy)
             setattr(self, f"_scale_{index}", scale)
-            if index:
-                setattr(self, f"_data_{index}", copy)
         return self
-
-    @property
-    def _data_0(self) -> Tensor:
-        if self.alternate and self.content[0] != 0:
-            when = (
-                "during a backward, as activation checkpointing does"
-                if in_backward()
-                else "that a backward has gathered and FSDP2 was told to keep, outside of a forward of the model that "
-                "enable_float8_all_gather was called on (reshard() of its block drops it)"
-            )
-            raise RuntimeError(
-                f"f8fx.fsdp: a forward reads {_named(self)} {when}; what is there is the backward's copy. Use "
-                'enable_float8_all_gather(..., copies="both")'
-            )
-        return self._first
 
     __torch_function__ = disabled_torch_function()
 
-    def arrived(self, scales: tuple[Tensor, ...], content: int) -> None:
-        """New data was gathered: these are its scales, and with ``alternate`` this the copy it is."""
+    def arrived(self, scales: tuple[Tensor, ...]) -> None:
+        """New data was gathered: these are its scales."""
         for index, scale in enumerate(scales):
-            if not self.alternate:
-                setattr(self, f"_scale_{index}", scale)
-                continue
-            # in place, and not seen by autograd, like FSDP2's own writes: a backward holds this very tensor
-            mine = getattr(self, f"_scale_{index}").data
-            mine.copy_(scale) if index == content else mine.fill_(torch.nan)
-        self.content[0] = content
+            setattr(self, f"_scale_{index}", scale)
+
+    def read_by(self, reads: Reads) -> None:
+        """A graph that was compiled with this weight as an input is called, and reads this.
+
+        Raises:
+            RuntimeError: if that is not in memory, or will not be.
+        """
+        if self.copies is not None:
+            self.copies.said(reads.early, reads.late)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [f"_{what}_{index}" for index in range(len(self.formats)) for what in ("data", "scale")]
@@ -153,7 +138,7 @@ class Float8Weight(torch.Tensor):
             self.dtype,
             self.fqn,
             self.alternate,
-            self.content,
+            self.copies,
         )
 
     def dequantize_marked(self) -> Tensor:
@@ -197,6 +182,8 @@ class Float8Weight(torch.Tensor):
             if not isinstance(value, Float8Weight):
                 return value
             _warn_if_eager(value, func)
+            if value.copies is not None and value.alternate:
+                value.copies.computed_with()
             return value.dequantize_marked()
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))

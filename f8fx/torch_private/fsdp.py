@@ -14,6 +14,11 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def local_part(value: Any) -> Any:
+    """:func:`local_tensor` of a DTensor, anything else itself."""
+    return getattr(value, "_local_tensor", value)
+
+
 def managed_by_fsdp(parameter: torch.Tensor) -> bool:
     """Whether a parameter may be one that FSDP fills by all-gathers, preserving ``_version``.
 
@@ -26,8 +31,8 @@ def managed_by_fsdp(parameter: torch.Tensor) -> bool:
     return module is not None and bool(module.FSDPModule.__subclasses__())
 
 
-def fsdp_group_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> Any:
-    """FSDP2's parameter group, below ``model``, whose parameter has such a local tensor; ``None`` if none has.
+def fsdp_parameter_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
+    """FSDP2's parameter, below ``model``, that has such a local tensor, and its group; ``None`` twice if none has.
 
     ``FSDPModule._get_fsdp_state()``, its ``_fsdp_param_groups`` (2.11: ``_fsdp_param_group``), their
     ``fsdp_params`` and ``sharded_param``.
@@ -40,10 +45,23 @@ def fsdp_group_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> Any:
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [state._fsdp_param_group] if groups is None else groups:
-            params = group.fsdp_params if group is not None else ()
-            if any(is_local(local_tensor(param.sharded_param)) for param in params):
-                return group
-    return None
+            for param in group.fsdp_params if group is not None else ():
+                if is_local(local_tensor(param.sharded_param)):
+                    return group, param
+    return None, None
+
+
+def gather_outputs(parameter: Any) -> list[torch.Tensor]:
+    """What FSDP2 receives a parameter's gathers in, one tensor for each that a rank sends; empty before the first.
+
+    ``FSDPParam.all_gather_outputs``: memory is given to them when a gather arrives, and taken when it is freed.
+    """
+    return list(parameter.all_gather_outputs)
+
+
+def set_gather_outputs(parameter: Any, outputs: list[torch.Tensor]) -> None:
+    """What the next gather is received in, as many as it sends; to be called while nothing is gathered."""
+    parameter.all_gather_outputs = outputs
 
 
 def reshards_after_forward(group: Any) -> bool | str | None:

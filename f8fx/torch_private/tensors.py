@@ -101,6 +101,11 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def is_higher_order(target: Any) -> bool:
+    """Whether a node's target is an operator that calls a graph (``torch._ops.HigherOrderOperator``)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def schema_of(target: Any) -> Any:
     """The schema of an operator (``OpOverload._schema``); ``None`` for other targets of nodes."""
     return getattr(target, "_schema", None)

@@ -43,7 +43,6 @@ def test_two_ranks_train_in_both(tmp_path: Path):
         model,
         2,
         Options.parse({"recipe": "rowwise", "filter_fqns": list(KEPT), "target": "cpu"}),
-        copies="alternate",
         param_dtype=PARAM_DTYPE,
         reduce_dtype=REDUCE_DTYPE,
     )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
+from tests.distributed import copies
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, batch, loss_of, train, whole, world_mesh
 from tests.distributed.sent import collectives
@@ -59,27 +60,6 @@ def gathers_take_half_the_bytes():
     assert others[0] == others[1]  # gradients travel as they did
 
 
-def rowwise_alternates():
-    """Two formats, and still half the bytes: forward and backward each gather their own copy."""
-    for recipe in ("rowwise", "rowwise_with_gw_hp"):
-        models = [
-            Setup(recipe, world_mesh(), float8, enable={"copies": "alternate"} if float8 else {}).build()
-            for float8 in (False, True)
-        ]
-        weights = numel_of(models[1], True)
-        gathers = [[c for c in step_of(model) if c.op == "all_gather_into_tensor"] for model in models]
-        sent = [sum(c.bytes for c in calls) for calls in gathers]
-        assert sent[1] == sent[0] - 2 * weights, recipe
-        results = []
-        for float8 in (False, True):
-            enable = {"copies": "alternate"} if float8 else {}
-            model = Setup(recipe, world_mesh(), float8, enable=enable).build()
-            results.append(train(model, 5, rank=dist.get_rank()))
-        assert_same(*results, recipe)
-        both = step_of(Setup(recipe, world_mesh(), True).build())
-        assert sum(c.bytes for c in both if c.op == "all_gather_into_tensor") == sent[0], recipe
-
-
 def kept_for_the_backward(model):
     """Bytes of the weights' shapes that autograd keeps after a forward."""
     pending, seen, kept = [model(batch(0)).grad_fn], set(), []
@@ -99,125 +79,11 @@ def kept_for_the_backward(model):
 
 def no_weight_outlives_its_forward():
     """What FSDP2 frees is freed: no copy made of it, transposed say, is kept for the backward."""
-    for recipe, copies in (("tensorwise", "both"), ("rowwise", "both"), ("rowwise", "alternate")):
-        assert (
-            kept_for_the_backward(Setup(recipe, world_mesh(), True, enable={"copies": copies}).build()) == 0
-        )
-
-
-def alternating_needs_resharding():
-    """Without it there is one gather for both halves: it carries both copies."""
-    enable, shard = {"copies": "alternate"}, {"reshard_after_forward": False}
-    results = []
-    for float8 in (False, True):
-        setup = Setup("rowwise", world_mesh(), float8, shard=shard, enable=enable if float8 else {})
-        results.append(train(setup.build(), 2))
-    assert_same(*results)
-    # told so afterwards: too late to change what is gathered
-    model = Setup("rowwise", world_mesh(), True, enable=enable).build()
-    train(model, 1)
-    model.set_reshard_after_forward(False)
-    _raises("no longer resharded after the forward", lambda: model(batch(0)))
-
-
-def alternating_forbids_checkpointing():
-    """In the graph and around it: an error, and without the error's check NaN, never a wrong number."""
-    from torch.distributed.fsdp import fully_shard
-
-    import f8fx
-    from f8fx.fsdp.weight import Float8Weight
-    from tests.distributed.models import OPTIONS, Net
-    from tests.distributed.test_fsdp_policies import Checkpointed
-
-    def build(inside):
-        torch._dynamo.reset()
-        model = Net().to(bf16)
-        enable_float8_all_gather(model, "rowwise", filter_fqns=["head"], copies="alternate")
-        for index, block in enumerate(model.blocks):
-            if not inside:
-                block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise"})
-            wrapped = Checkpointed(block)
-            if inside:
-                wrapped.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise", "strict": False})
-            fully_shard(wrapped, mesh=world_mesh())
-            model.blocks[index] = wrapped
-        return fully_shard(model, mesh=world_mesh())
-
-    model = build(inside=False)
-    _raises(
-        "a forward reads 'blocks.1.gate.weight' during a backward",
-        lambda: loss_of(model(batch(0))).backward(),
-    )
-    model = build(inside=True)
-    _raises("is checkpointed, so its forward runs again", lambda: model(batch(0)))
-    model = build(inside=False)
-    with mock.patch.object(Float8Weight, "_data_0", property(lambda self: self._first)):
-        loss_of(model(batch(0))).backward()
-    for block in model.blocks:
-        grad = block.block.gate.weight.grad.full_tensor()
-        assert not grad.isfinite().any()
-
-
-def alternating_and_kept_after_the_backward():
-    """As gradient accumulation may: the next forward gathers its own copy, and a block called alone says what it lacks."""
-    results = []
-    for float8 in (False, True):
-        enable = {"copies": "alternate"} if float8 else {}
-        model = Setup("rowwise", world_mesh(), float8, enable=enable, net={"depth": 1}).build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step, last in enumerate((False, False, True, False, True)):
-            model.set_reshard_after_backward(last)
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
-            loss_of(model(batch(step, dist.get_rank()))).backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append({name: whole(p) for name, p in model.named_parameters()})
-        model.set_reshard_after_backward(False)
-        loss_of(model(batch(6))).backward()
-        with torch.no_grad():
-            results[-1]["evaluated"] = model(batch(7))
-    assert_same(*results)
-    loss_of(model(batch(6))).backward()
-    _raises("a backward has gathered and FSDP2 was told to keep", lambda: model.blocks[0](batch(0)))
-    model.blocks[0].reshard()
-    model.blocks[0](batch(0))
-
-
-class _Fails(torch.autograd.Function):
-    """In the backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("out of memory")
-
-
-def alternating_after_a_backward_that_failed():
-    """FSDP2 has to be told; then all is as with gathers in bf16."""
-    results = []
-    for float8 in (False, True):
-        enable = {"copies": "alternate"} if float8 else {}
-        model = Setup("rowwise", world_mesh(), float8, enable=enable).build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(model, 1, optimizer)
-        handle = model.blocks[0].register_forward_hook(
-            torch.compiler.disable(lambda module, inputs, output: _Fails.apply(output))
-        )
-        _raises("out of memory", lambda model=model: loss_of(model(batch(5))).backward())
-        handle.remove()
-        optimizer.zero_grad()
-        if float8:
-            _raises("the last backward ended in an exception", lambda model=model: model(batch(5)))
-        if hasattr(model, "reset_iter_state"):  # since torch 2.13
-            model.reset_iter_state()
-            results.append(train(model, 2, optimizer))
-    if results:
-        assert_same(*results)
+    for recipe, sent in (("tensorwise", "auto"), ("rowwise", "both"), ("rowwise", "auto")):
+        model = Setup(recipe, world_mesh(), True, enable={"copies": sent}).build()
+        assert kept_for_the_backward(model) == 0
+        train(model, 1)
+        assert kept_for_the_backward(model) == 0  # now of gathers that carry one copy
 
 
 def one_reduction_whatever_is_wrapped():
@@ -499,7 +365,7 @@ def ranks_that_differ_all_raise():
     for other in (
         {"filter_fqns": ["gate"]},
         {"recipe": "tensorwise"},
-        {"copies": "alternate"},
+        {"copies": "both"},
         {"scales": "forward"},
         {"wire": "uint8"},
     ):
@@ -532,11 +398,6 @@ def test_two_ranks():
         [
             gathers_take_half_the_bytes,
             no_weight_outlives_its_forward,
-            rowwise_alternates,
-            alternating_needs_resharding,
-            alternating_forbids_checkpointing,
-            alternating_and_kept_after_the_backward,
-            alternating_after_a_backward_that_failed,
             one_reduction_whatever_is_wrapped,
             root_holds_converted_weights,
             scales_are_never_stale,
@@ -549,5 +410,6 @@ def test_two_ranks():
             interrupted_forwards,
             ranks_that_differ_all_raise,
             optimizers_and_copies_are_plain,
+            *copies.CHECKS,
         ],
     )

@@ -1,0 +1,237 @@
+"""Which float8 copies of a weight a gather carries.
+
+Recipes that scale rows read a weight in two formats: the forward's gemm one copy, the backward's the other. FSDP2
+gathers for each half of a step anew, so that a gather need only carry the copy its own half reads: one byte an
+element instead of two. But what a half reads is the graphs' affair:
+
+* a forward that checkpointing runs again in the backward reads its copy there once more, and so may a graph whose
+  partitioner recomputes to save memory;
+* eager autograd, and graphs that f8fx did not compile, may read the forward's copy in the backward, too.
+
+So all gathers of the first step carry both copies, and it is noted who reads which. Graphs compiled by f8fx say so
+whenever they run (:mod:`f8fx.halves`); a weight that none of them reads keeps both copies. When the first forward
+after a backward begins, the ranks of a shard group put together what they have seen, in one all-reduce of two
+numbers a weight, and from then on a gather carries what its half was seen to read. What is read later and is not
+there is an error that names the weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from f8fx.torch_private import (
+    backward_was_interrupted,
+    fsdp_parameter_of,
+    gather_outputs,
+    in_backward,
+    reshard_group,
+    reshards_after_forward,
+    set_gather_outputs,
+)
+
+Wanted = Literal["auto", "both"]
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+@dataclass(eq=False)
+class Copies:
+    """The copies of one weight: which there are, which are in memory, and who reads them.
+
+    Attributes:
+        fqn: of the weight.
+        count: one for recipes whose halves read the same copy, else two: the forward's, the backward's.
+        wanted: ``"auto"``, or ``"both"``: all of them, always.
+        model: below which FSDP2 holds the weight.
+        present: what the last gather brought.
+        read_early: the backward reads the forward's copy.
+        read_late: the forward reads the backward's.
+        sent: copies of the forward's and of the backward's gather, once that is settled.
+    """
+
+    fqn: str
+    count: int
+    wanted: Wanted
+    model: nn.Module
+    present: tuple[int, ...] = (_FORWARD, _BACKWARD)
+    read_early: bool = False
+    read_late: bool = False
+    sent: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    mesh: DeviceMesh | None = None
+    _group: Any = field(default=None, repr=False)
+    _parameter: Any = field(default=None, repr=False)
+    _outputs: list[Tensor] | None = field(default=None, repr=False)
+    _alternates: bool | None = field(default=None, repr=False)
+    _said: bool = field(default=False, repr=False)
+    _trained: bool = field(default=False, repr=False)
+
+    # -- what is sent
+
+    @property
+    def alternates(self) -> bool:
+        """Whether gathers may carry one copy: known from the first on."""
+        return bool(self._alternates)
+
+    def _decide(self, mesh: DeviceMesh) -> None:
+        """At the first gather.
+
+        Raises:
+            NotImplementedError: for ``reshard_after_forward=<int>``, which FSDP2 lacks for parameters that
+                say how they are sent.
+        """
+        reshards = self._reshards()
+        if reshards is not None and not isinstance(reshards, bool):
+            raise NotImplementedError(
+                f"f8fx.fsdp: {self.fqn!r}: FSDP2 cannot reshard a float8 weight to a smaller group; use "
+                "reshard_after_forward=True or False"
+            )
+        if self._alternates is None:
+            self.mesh = mesh
+            several = self.count > 1 and mesh.size() > 1
+            self._alternates = self.wanted == "auto" and several and reshards is True
+
+    def sends(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """Which copies the gather that begins now carries."""
+        everything = tuple(range(self.count))
+        self._decide(mesh)
+        if not self.alternates:
+            return everything
+        backward = in_backward()
+        self._trained |= backward
+        if self._outputs is None:
+            # what the first gather was received in is there from the second on
+            self._outputs = gather_outputs(self._parameter) or None
+        if self.sent is None or self._outputs is None:
+            return everything
+        # without resharding the backward gets what the forward gathered
+        chosen = self.sent[backward] if self._reshards() is True else everything
+        set_gather_outputs(self._parameter, [self._outputs[index] for index in chosen])
+        return chosen
+
+    def drop_backward_copy(self) -> None:
+        """Frees what a backward has gathered, if that is all there is, so that the next forward gathers its own copy.
+
+        FSDP2 keeps it after ``set_reshard_after_backward(False)``, and may after ``set_is_last_backward(False)``.
+
+        Raises:
+            RuntimeError: after a backward that ended in an exception: FSDP2 takes some blocks to be in it still, and
+                would not gather for the next one.
+        """
+        if self.sent is None:
+            return
+        if backward_was_interrupted(self._group):
+            raise RuntimeError(
+                "f8fx.fsdp: the last backward ended in an exception, and FSDP2 takes it to be running. Call "
+                "reset_iter_state() on the root module before the next forward (torch 2.13; with older ones resume from "
+                "a checkpoint)"
+            )
+        if _FORWARD not in self.present:
+            reshard_group(self._group)
+            self.present = (_FORWARD, _BACKWARD)[: self.count]
+
+    def _reshards(self) -> bool | str | None:
+        if self._group is None:
+            self._group, self._parameter = fsdp_parameter_of(self.model, self._is_shard)
+        return reshards_after_forward(self._group)
+
+    def _is_shard(self, local: Tensor) -> bool:
+        weight = getattr(local, "weight", None)
+        return getattr(weight, "copies", None) is self
+
+    # -- what is read
+
+    def note(self, early: bool, late: bool) -> None:
+        """Copies are read in the other's half.
+
+        Raises:
+            RuntimeError: if what it reads is no longer sent.
+        """
+        if self.sent is None:
+            self.read_early |= early
+            self.read_late |= late
+        elif (early and _FORWARD not in self.sent[_BACKWARD]) or (
+            late and _BACKWARD not in self.sent[_FORWARD]
+        ):
+            raise RuntimeError(
+                f"f8fx.fsdp: {self.fqn!r} is read in the forward and again in the backward, by activation checkpointing, "
+                "say, or a graph that f8fx did not compile. No forward before did so, and its gathers carry one copy "
+                'since. Use enable_float8_all_gather(..., copies="both")'
+            )
+
+    def said(self, early: bool, late: bool) -> None:
+        """A graph compiled by f8fx runs, and reads copies in the other's half, or does not.
+
+        Raises:
+            RuntimeError: if what it reads is not in memory, or no longer sent.
+        """
+        self._said = True
+        self._check_present()
+        self.note(early or in_backward(), late)
+
+    def computed_with(self) -> None:
+        """An operator reads the weight, outside of any graph.
+
+        Raises:
+            RuntimeError: if the forward's copy is not in memory.
+        """
+        self._check_present()
+        self.note(in_backward() or torch.is_grad_enabled(), False)
+
+    def _check_present(self) -> None:
+        if _FORWARD in self.present:
+            return
+        when = (
+            "during a backward, as activation checkpointing does"
+            if in_backward()
+            else "that a backward has gathered and FSDP2 was told to keep, outside of a forward of the model that "
+            "enable_float8_all_gather was called on (reshard() of its block drops it)"
+        )
+        raise RuntimeError(
+            f"f8fx.fsdp: a forward reads {self.fqn!r} {when}; what is there is the backward's copy. Use "
+            'enable_float8_all_gather(..., copies="both")'
+        )
+
+    # -- what is settled
+
+    @property
+    def open(self) -> bool:
+        """Whether a step was watched and nothing is settled yet."""
+        return self.alternates and self._said and self._trained and self.sent is None
+
+    def settle(self, read_early: bool, read_late: bool) -> None:
+        """From now on gathers carry what is read."""
+        self.read_early, self.read_late = read_early, read_late
+        everything = (_FORWARD, _BACKWARD)
+        self.sent = (
+            everything if read_late else (_FORWARD,),
+            everything if read_early else (_BACKWARD,),
+        )
+
+
+def settle(found: Iterable[Copies]) -> None:
+    """Puts together what the ranks of each shard group have seen; on all ranks, between steps.
+
+    One all-reduce a group, whose result the host waits for: once for each weight.
+    """
+    by_group: dict[tuple[int, ...], list[Copies]] = defaultdict(list)
+    for copies in found:
+        if copies.open:
+            assert copies.mesh is not None
+            by_group[tuple(copies.mesh.mesh.flatten().tolist())].append(copies)
+    for members in by_group.values():
+        mesh = members[0].mesh
+        assert mesh is not None
+        seen = torch.tensor(
+            [[c.read_early, c.read_late] for c in members], dtype=torch.uint8, device=mesh.device_type
+        )
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group())
+        for copies, (early, late) in zip(members, seen.tolist(), strict=True):
+            copies.settle(bool(early), bool(late))

@@ -1,0 +1,39 @@
+"""Graphs with weights of which each half of a step has its own copy in memory.
+
+A weight that FSDP2 gathers in two float8 formats (:mod:`f8fx.fsdp.copies`) need not be there in both of them: the
+forward reads one, the backward the other. Whether a graph keeps to that is seen when it has been split
+(:class:`f8fx.partition.Partitioner`): a forward that is recomputed in the backward does not. Such a graph is compiled once
+more, without that check, and says at each call what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .passes.halves import Reads
+from .torch_private import local_part
+
+
+def positions(example_inputs: Sequence[Any]) -> list[int]:
+    """Which inputs of a graph are weights whose copies take turns."""
+    return [
+        index for index, value in enumerate(example_inputs) if getattr(local_part(value), "alternate", False)
+    ]
+
+
+def saying(compiled: Callable[..., Any], weights: Sequence[int], known: Reads) -> Callable[..., Any]:
+    """A compiled graph that tells its weights, at each call, what it reads.
+
+    Args:
+        weights: :func:`positions`.
+    """
+    if not weights:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        for index in weights:
+            local_part(args[index]).read_by(known)
+        return compiled(*args)
+
+    return run

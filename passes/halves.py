@@ -1,0 +1,96 @@
+"""What a split graph reads of weights whose float8 copies are in memory in their own half of a step only.
+
+``f8fx::dequantize_both(..., alternate=True)`` marks such a weight: its first copy is there in the forward, the second
+in the backward. A partitioner that has the backward recompute a part of the forward, as activation
+checkpointing asks, makes the backward read the first copy, too.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import fx
+
+from f8fx import ops
+from f8fx.torch_private import is_higher_order
+
+from .operand import base_of
+
+#: ``meta`` of a copy: whose it is.
+HALF = "f8fx_half"
+
+
+class Half(enum.Enum):
+    """Of a training step."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a graph reads beyond the copy of each half.
+
+    Attributes:
+        early: the backward reads copies of the forward.
+        late: the forward reads copies of the backward.
+    """
+
+    early: bool = False
+    late: bool = False
+
+    def __bool__(self) -> bool:
+        return self.early or self.late
+
+
+NOTHING = Reads()
+ANYTHING = Reads(True, True)
+
+
+class ReadsOther(Exception):
+    """A half of a graph reads a copy of the other half's."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__(reads)
+        self.reads = reads
+
+    @staticmethod
+    def within(error: BaseException | None) -> ReadsOther | None:
+        """The one that an error comes from, if any."""
+        while error is not None and not isinstance(error, ReadsOther):
+            error = error.__cause__ or error.__context__
+        return error
+
+
+def mark(graph: fx.Graph) -> None:
+    """Says of the inputs that hold a weight's two copies which is whose."""
+    for node in graph.nodes:
+        if node.target is ops.dequantize_both and node.kwargs.get("alternate"):
+            base_of(node.args[0]).meta[HALF] = Half.FORWARD
+            base_of(node.args[2]).meta[HALF] = Half.BACKWARD
+
+
+def reads(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> Reads:
+    """What the halves of a joint graph read, one that :func:`mark` has seen."""
+    marked = [node for node in joint.nodes if HALF in node.meta]
+    if not marked:
+        return NOTHING
+    if any(node.op != "placeholder" for node in marked):
+        return ANYTHING  # saved under another name, perhaps
+    bases = {node.name: base_of(node).meta.get(HALF) for node in joint.nodes}
+    for node in joint.nodes:
+        if bases[node.name] and any(is_higher_order(user.target) for user in node.users):
+            return ANYTHING  # where its body reads it is not to be seen here
+    early = any(bases.get(n.name) is Half.FORWARD and _is_read(n) for n in _inputs(backward))
+    late = any(bases.get(n.name) is Half.BACKWARD and _is_read(n) for n in _inputs(forward))
+    return Reads(early, late)
+
+
+def _inputs(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether anything but views, and the output, takes a value."""
+    return any(user.op != "output" and (base_of(user) is user or _is_read(user)) for user in node.users)

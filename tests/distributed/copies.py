@@ -1,0 +1,298 @@
+"""Checks on ranks: which float8 copies the gathers of row-scaled recipes carry (``f8fx.fsdp.copies``).
+
+Run by ``test_fsdp_bytes``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import f8fx
+from f8fx.fsdp import enable_float8_all_gather
+from tests.distributed.models import (
+    OPTIONS,
+    Net,
+    Setup,
+    assert_same,
+    batch,
+    loss_of,
+    train,
+    whole,
+    world_mesh,
+)
+from tests.distributed.sent import Sent, collectives
+from tests.helpers import bf16
+
+ROWWISE = ("rowwise", "rowwise_with_gw_hp")
+
+
+def gathered(sent: Sequence[Sent]) -> int:
+    """Bytes of all-gathers."""
+    return sum(c.bytes for c in sent if c.op == "all_gather_into_tensor")
+
+
+def steps(model: nn.Module, count: int = 3) -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
+    """Bytes gathered by each forward and each backward, and everything that was computed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    counts, results = [], {}
+    for step in range(count):
+        x = batch(step, dist.get_rank()).requires_grad_()
+        with collectives() as forward:
+            y = model(x)
+        with collectives() as backward:
+            loss_of(y).backward()
+        counts.append((gathered(forward), gathered(backward)))
+        results[f"output {step}"] = y.detach()
+        results |= {f"grad {step} {n}": whole(p.grad) for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts, results
+
+
+def in_blocks(model: nn.Module) -> int:
+    """Bytes in bf16 of this rank's shards that are gathered in float8."""
+    return sum(
+        2 * p.to_local().numel()
+        for name, p in model.named_parameters()
+        if "blocks" in name and "norm" not in name and "bias" not in name
+    )
+
+
+def each_half_gathers_its_copy() -> None:
+    """From the second step on; the first carries both, as many bytes as in bf16."""
+    for recipe in ROWWISE:
+        runs = {}
+        for copies in (None, "auto", "both"):
+            enable = {} if copies is None else {"copies": copies}
+            model = Setup(recipe, world_mesh(), copies is not None, enable=enable).build()
+            runs[copies] = steps(model)
+        (forward, backward), *others = runs[None][0]
+        assert others == [(forward, backward)] * 2
+        weights = in_blocks(model)
+        half = (forward - weights // 2, backward - weights // 2)
+        assert runs["auto"][0] == [(forward, backward), half, half], recipe
+        assert runs["both"][0] == runs[None][0], recipe
+        assert_same(runs[None][1], runs["auto"][1], recipe)
+        assert_same(runs[None][1], runs["both"][1], recipe)
+
+
+def without_resharding_one_gather_serves_both() -> None:
+    results = []
+    for float8 in (False, True):
+        shard = {"reshard_after_forward": False}
+        counts, values = steps(Setup("rowwise", world_mesh(), float8, shard=shard).build())
+        results.append((counts, values))
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1])
+    # told so afterwards, and back
+    results = []
+    for float8 in (False, True):
+        model = Setup("rowwise", world_mesh(), float8).build()
+        values, counts = {}, []
+        for reshard in (True, False, True):
+            model.set_reshard_after_forward(reshard)
+            counted, seen = steps(model, 2)
+            counts.append(counted[1])
+            values |= {f"{len(counts)} {name}": value for name, value in seen.items()}
+        results.append((counts, values))
+    assert_same(results[0][1], results[1][1])
+    (before, kept, after), plain = results[1][0], results[0][0]
+    assert before == after and kept == plain[1]
+    assert before[0] < plain[0][0] and before[1] < plain[0][1]
+
+
+class Checkpointed(nn.Module):
+    """A block, checkpointed while ``on``."""
+
+    on = True
+
+    def __init__(self, block: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant) if self.on else self.block(x)
+
+
+class ReadsEagerly(nn.Module):
+    """What a compiled block computes, beside a product with its weights that is not compiled."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.eagerly(x)
+
+    @torch.compiler.disable
+    def eagerly(self, x: Tensor) -> Tensor:
+        return self.block.down(self.block.up(x) + self.block.gate(x))
+
+
+def by_f8fx(module: nn.Module) -> None:
+    module.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise", "strict": False})
+
+
+def by_another(module: nn.Module) -> None:
+    module.compile(backend="aot_eager")
+
+
+def by_nothing(module: nn.Module) -> None:
+    pass
+
+
+def build(
+    copies: str,
+    compiled: Callable[[nn.Module], None] = by_f8fx,
+    wrap: Callable[[nn.Module], nn.Module] = lambda block: block,
+    inside: bool = False,
+) -> Net:
+    """The net, its blocks wrapped by ``wrap``, which a compiled graph is ``inside`` of, or around."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Net().to(bf16)
+    enable_float8_all_gather(model, "rowwise", filter_fqns=["head"], copies=copies)  # type: ignore[arg-type]
+    for index, block in enumerate(model.blocks):
+        wrapped = wrap(block)
+        compiled(block if inside else wrapped)
+        fully_shard(wrapped, mesh=world_mesh())
+        model.blocks[index] = wrapped
+    return fully_shard(model, mesh=world_mesh())
+
+
+def _reads_it_in_the_backward_too(what: str, *args: Any, **kwargs: Any) -> None:
+    """The bits of gathers with both copies, and so they are in the backward; in the forward they carry one."""
+    models = [build(copies, *args, **kwargs) for copies in ("both", "auto")]
+    (counts, both), (seen, auto) = map(steps, models)
+    assert_same(both, auto, what)
+    (forward, backward), *_ = counts
+    assert counts == [(forward, backward)] * 3
+    less = (forward - in_blocks(models[0]) // 2, backward)
+    assert seen == [(forward, backward), less, less], (what, seen, counts)
+
+
+def checkpointing_reads_the_forwards_copy_again() -> None:
+    """In a compiled graph, which is found when it is split, and around one, which is seen when it runs."""
+    _reads_it_in_the_backward_too("in a graph", by_f8fx, Checkpointed)
+    _reads_it_in_the_backward_too("around one", by_f8fx, Checkpointed, inside=True)
+    _reads_it_in_the_backward_too(
+        "reentrant", by_f8fx, lambda block: Checkpointed(block, reentrant=True), inside=True
+    )
+
+
+def what_f8fx_did_not_compile_may_read_it_again() -> None:
+    """It says nothing, so both copies are there; an eager reader beside a compiled one is noted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of reads that round
+        for compiled in (by_another, by_nothing):
+            models = [build(copies, compiled) for copies in ("both", "auto")]
+            (counts, both), (seen, auto) = map(steps, models)
+            assert_same(both, auto)
+            assert seen == counts
+        _reads_it_in_the_backward_too("both", by_f8fx, ReadsEagerly)
+
+
+def a_budget_of_memory_may_read_it_again() -> None:
+    """A partitioner that is to save memory recomputes what it likes."""
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        _reads_it_in_the_backward_too("budget", by_f8fx)
+
+
+def read_again_only_later() -> None:
+    """What is no longer there is an error, on every rank."""
+    for inside, message in (
+        (True, r"a forward reads 'blocks\.1\.\w+\.weight' during a backward"),
+        (False, "is read in the forward and again in the backward"),
+    ):
+        model = build("auto", by_f8fx, Checkpointed, inside)
+        for block in model.blocks:
+            block.on = False
+        steps(model, 2)
+        for block in model.blocks:
+            block.on = True
+        with pytest.raises(RuntimeError, match=message):
+            loss_of(model(batch(0))).backward()
+
+
+def kept_after_the_backward() -> None:
+    """As gradient accumulation may: the next forward gathers its own copy, and a block called alone says what it lacks."""
+    results = []
+    for float8 in (False, True):
+        model = Setup("rowwise", world_mesh(), float8, net={"depth": 1}).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, last in enumerate((True, False, False, True, False, True)):
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            loss_of(model(batch(step, dist.get_rank()))).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append({name: whole(p) for name, p in model.named_parameters()})
+        model.set_reshard_after_backward(False)
+        loss_of(model(batch(6))).backward()
+        with torch.no_grad():
+            results[-1]["evaluated"] = model(batch(7))
+    assert_same(*results)
+    loss_of(model(batch(6))).backward()
+    with pytest.raises(RuntimeError, match="a backward has gathered and FSDP2 was told to keep"):
+        model.blocks[0](batch(0))
+    model.blocks[0].reshard()
+    model.blocks[0](batch(0))
+
+
+class _Fails(torch.autograd.Function):
+    """In the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+
+def after_a_backward_that_failed() -> None:
+    """FSDP2 has to be told; then all is as with gathers in bf16."""
+    results = []
+    for float8 in (False, True):
+        model = Setup("rowwise", world_mesh(), float8).build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, 2, optimizer)
+        handle = model.blocks[0].register_forward_hook(
+            torch.compiler.disable(lambda module, inputs, output: _Fails.apply(output))
+        )
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loss_of(model(batch(5))).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        if float8:
+            with pytest.raises(RuntimeError, match="the last backward ended in an exception"):
+                model(batch(5))
+        if hasattr(model, "reset_iter_state"):  # since torch 2.13
+            model.reset_iter_state()
+            results.append(train(model, 2, optimizer))
+    if results:
+        assert_same(*results)
+
+
+CHECKS = (
+    each_half_gathers_its_copy,
+    without_resharding_one_gather_serves_both,
+    checkpointing_reads_the_forwards_copy_again,
+    what_f8fx_did_not_compile_may_read_it_again,
+    a_budget_of_memory_may_read_it_again,
+    read_again_only_later,
+    kept_after_the_backward,
+    after_a_backward_that_failed,
+)

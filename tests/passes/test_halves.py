@@ -1,0 +1,153 @@
+"""What the halves of a split graph read of weights whose copies are there in their own half only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from f8fx import ops
+from f8fx.executor import compile_eager
+from f8fx.options import Options
+from f8fx.passes.halves import ANYTHING, HALF, NOTHING, Half, Reads, ReadsOther, mark, reads
+from tests.helpers import bf16, randn
+
+fp8 = torch.float8_e4m3fn
+ROWWISE = Options.parse({"recipe": "rowwise", "select": "all", "target": "cpu"})
+
+
+def marked(data, scale, other, scale_other, alternate=True):
+    return ops.dequantize_both(
+        data,
+        scale,
+        other,
+        scale_other,
+        dtype=bf16,
+        dim=1,
+        dim_other=0,
+        power_of_2=True,
+        power_of_2_other=True,
+        alternate=alternate,
+    )
+
+
+def linear(x, *copies, **kwargs):
+    return F.linear(x, marked(*copies, **kwargs))
+
+
+def inputs():
+    zeros = torch.zeros(48, 32, dtype=fp8)
+    return randn(16, 32).requires_grad_(), zeros, torch.ones(48), zeros.clone(), torch.ones(32)
+
+
+def split(f, passes=True, keep_to_halves=True):
+    """Compiles forward and backward of a function; the halves' graphs."""
+    halves: list[fx.Graph] = []
+    pipeline = ROWWISE.pipeline() if passes else mark
+
+    def backend(gm, examples):
+        return compile_eager(
+            gm,
+            examples,
+            pipeline,
+            lambda *parts: halves.extend(part.graph for part in parts),
+            keep_to_halves=keep_to_halves,
+        )
+
+    torch._dynamo.reset()
+    torch.compile(f, backend=backend)(*inputs())
+    return halves
+
+
+def found_in(f, **kwargs) -> Reads:
+    with pytest.raises(Exception) as caught:
+        split(f, **kwargs)
+    other = ReadsOther.within(caught.value)
+    assert other is not None, caught.value
+    return other.reads
+
+
+def test_each_half_reads_its_copy():
+    forward, backward = split(linear)
+    copies = {
+        half: {n.meta.get(HALF) for n in graph.nodes if n.op == "placeholder"} - {None}
+        for half, graph in ((Half.FORWARD, forward), (Half.BACKWARD, backward))
+    }
+    assert copies[Half.BACKWARD] <= {Half.BACKWARD}
+    assert Half.FORWARD in copies[Half.FORWARD]
+
+
+def test_a_recomputed_forward_reads_its_copy_in_the_backward():
+    def f(x, *copies):
+        return checkpoint(lambda y: torch.sin(linear(y, *copies)), x, use_reentrant=False)
+
+    assert found_in(f) == Reads(early=True)
+    assert len(split(f, keep_to_halves=False)) == 2
+
+
+def test_copies_that_are_always_there_may_be_read_by_anyone():
+    def f(x, *copies):
+        return checkpoint(lambda y: torch.sin(linear(y, *copies, alternate=False)), x, use_reentrant=False)
+
+    assert len(split(f)) == 2
+
+
+def test_a_mark_that_is_not_folded_takes_both_copies():
+    assert found_in(linear, passes=False).late
+
+
+def test_a_view_of_a_copy_is_the_copy():
+    def f(first, second):
+        return torch.ops.aten.permute.default(first, [1, 0]), second
+
+    joint, forward, backward = graphs(f, lambda second: second + 1, f)
+    view = next(node for node in joint.nodes if node.op == "call_function")
+    assert reads(joint, forward, backward) == NOTHING
+    # saved by the view's name
+    with backward.inserting_before():
+        saved = backward.placeholder(view.name)
+    output = next(node for node in backward.nodes if node.op == "output")
+    with backward.inserting_before(output):
+        total = backward.call_function(torch.ops.aten.neg.default, (saved,))
+    output.args = (total,)
+    assert reads(joint, forward, backward) == Reads(early=True)
+
+
+def graphs(forward, backward, joint):
+    """fx graphs of functions whose inputs are ``first`` and ``second``, of the two halves."""
+    made = [fx.symbolic_trace(f).graph for f in (joint, forward, backward)]
+    for graph in made[:1]:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.meta[HALF] = Half.FORWARD if node.name == "first" else Half.BACKWARD
+    return made
+
+
+def test_the_forward_reading_the_backwards_copy():
+    def both(first, second):
+        return first + second
+
+    def first_only(first):
+        return first + 1
+
+    def passed_on(first, second):
+        return first + 1, second
+
+    assert reads(*graphs(both, lambda second: second + 1, both)) == Reads(late=True)
+    assert reads(*graphs(passed_on, lambda second: second + 1, both)) == NOTHING
+    assert reads(*graphs(first_only, both, both)) == Reads(early=True)
+
+
+def test_what_cannot_be_seen_counts_as_everything():
+    joint, forward, backward = graphs(
+        lambda first: first + 1, lambda second: second + 1, lambda first, second: first + second
+    )
+    assert reads(joint, forward, backward) == NOTHING
+    total = next(node for node in joint.nodes if node.op == "call_function")
+    total.meta[HALF] = Half.FORWARD  # a copy that is no input
+    assert reads(joint, forward, backward) == ANYTHING
+    del total.meta[HALF]
+    total.target = torch.ops.higher_order.invoke_subgraph
+    assert reads(joint, forward, backward) == ANYTHING
