@@ -22,7 +22,7 @@ traced graphs, and is counted there where the model is parallelized (:mod:`f8fx.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -128,6 +128,7 @@ def predict(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     in_graph: tuple[Sequence[Call], Sequence[Call]] | None = None,
+    recomputed: Collection[str] = (),
 ) -> Communication:
     """What a step of a model sends under FSDP2, as it is and with float8 gathers.
 
@@ -136,11 +137,12 @@ def predict(
         world: ranks, FSDP x TP, or HSDP; see :meth:`World.parse`.
         options: of the backend: recipe, filters, target.
         training: with a backward.
-        copies: of rowwise weights, as ``enable_float8_all_gather`` takes it. ``"auto"`` is a step that is not the first,
-            without activation checkpointing (with it, gathers of the backward carry both copies).
+        copies: of rowwise weights, as ``enable_float8_all_gather`` takes it. ``"auto"`` is a step that is not the first.
         interconnect: what to predict seconds for.
         param_dtype, reduce_dtype: FSDP2's mixed-precision policy; default: the parameters' own dtype.
         in_graph: the collectives that stand in the model's graphs, as they are and as rewritten; ``None``: unknown.
+        recomputed: modules whose matmuls activation checkpointing runs again in the backward, which then gathers both
+            copies.
 
     Raises:
         ValueError: for a world or copies that cannot be.
@@ -148,7 +150,7 @@ def predict(
     if copies not in ("auto", "both"):
         raise ValueError(f"copies must be 'auto' or 'both', got {copies!r}")
     world = World.parse(world)
-    sharded = Sharded.of(model, world, options, param_dtype, reduce_dtype)
+    sharded = Sharded.of(model, world, options, param_dtype, reduce_dtype, recomputed)
     graphs = in_graph or ((), ())
     gathers = sharded.gathers if world.fsdp > 1 else ()
     twice = any(len(p.formats) > 1 for params in sharded.units.values() for p in params)

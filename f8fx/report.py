@@ -50,6 +50,7 @@ class Decision:
             of a merged gemm included; ``None`` where no prediction was asked for.
         seconds: predicted time of the matmul in high precision, ``None`` likewise.
         merge: of a converted one whose input others read too: what it was merged with, or why it was not.
+        recomputed: whether activation checkpointing has the backward run it again.
     """
 
     fqn: str
@@ -63,6 +64,7 @@ class Decision:
     speedup: float | None = None
     seconds: float | None = None
     merge: str = ""
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)

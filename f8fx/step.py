@@ -7,7 +7,7 @@ seconds mean, in :mod:`f8fx.wire`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ class _Parameter:
     reduce_dtype: torch.dtype
     trained: bool
     formats: tuple[Format, ...]
+    recomputed: bool = False
 
     def shard(self, ranks: int) -> int:
         """Elements of a shard, padding included."""
@@ -59,15 +60,22 @@ class Sharded:
         options: Options,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        recomputed: Collection[str] = (),
     ) -> Sharded:
         """Only looks at the model, which may be on ``"meta"``.
 
         Args:
             options: recipe, filters and target.
             param_dtype, reduce_dtype: FSDP2's mixed-precision policy.
+            recomputed: modules whose matmuls activation checkpointing runs again in the backward.
         """
         verdicts = judge(model, options, world.tp)
         formats = {id(verdict.candidate.param): verdict.formats for verdict in verdicts}
+        again = {
+            id(verdict.candidate.param)
+            for verdict in verdicts
+            if any(module in recomputed for module, _, _ in verdict.candidate.owners)
+        }
         blocks = _blocks(model)
         units: dict[str, list[_Parameter]] = {name: [] for name in (*blocks, "")}
         seen: set[int] = set()
@@ -84,6 +92,7 @@ class Sharded:
                         reduce_dtype or gathered,
                         param.requires_grad,
                         formats.get(id(param), ()),
+                        id(param) in again,
                     )
                 )
         gathers = tuple(verdict.decision for verdict in verdicts)
@@ -122,7 +131,9 @@ class Sharded:
         elements = p.shard(self.world.fsdp)
         if not float8 or not p.formats:
             return [(_name(p.gather_dtype), elements * p.gather_dtype.itemsize)]
-        sent = p.formats if content is None or len(p.formats) == 1 else p.formats[content : content + 1]
+        sent = p.formats
+        if content is not None and len(sent) > 1 and not (content and p.recomputed):
+            sent = sent[content : content + 1]
         return [(_name(form.dtype), elements * form.dtype.itemsize) for form in sent]
 
 

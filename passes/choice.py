@@ -12,6 +12,7 @@ from f8fx.recipe import GemmSpec
 from f8fx.report import Decision
 
 from .gemm import Gemm, Size, Unmatched
+from .rewrite import RECOMPUTED
 
 #: Both contracted and trailing sizes of a float8 gemm must be multiples of this (``_scaled_mm``).
 ALIGNMENT = 16
@@ -81,6 +82,7 @@ def decision(choice: Choice) -> Decision:
         speedup=choice.speedup,
         seconds=choice.seconds,
         merge=choice.merge,
+        recomputed=gemm.role == "output" and gemm.node.meta.get("recompute") in RECOMPUTED,
     )
 
 

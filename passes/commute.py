@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 from f8fx.torch_private import c10d, size_hint
 
 from .gather import CASTS, FLOATS, Gathered, Reader, Step, is_padding, shard_axes
 from .operand import shape_of
+from .rewrite import RECOMPUTED
 
 aten = torch.ops.aten
 
@@ -32,7 +32,6 @@ _REDUCTION = frozenset(
         c10d.wait_tensor.default,
     )
 )
-_DROP = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 #: An all-reduce sends each byte twice: once to be reduced, once as a result.
 _ALL_REDUCE_COST = 2
 
@@ -285,7 +284,7 @@ def _bytes(gathered: Gathered, copies: list[Copy], backward: Set[fx.Node]) -> tu
     shard = gathered.shard.meta["val"]
     sizes = [size_hint(size) or 1 for size in shard.shape]
     elements = prod(sizes) * gathered.group_size
-    redone = gathered.nodes[0].meta.get("recompute") in _DROP
+    redone = gathered.nodes[0].meta.get("recompute") in RECOMPUTED
 
     def times(uses: list[Use]) -> int:
         halves = {half for use in uses for half in _halves(use.result, backward)}

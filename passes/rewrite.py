@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
@@ -20,6 +21,8 @@ from .fake import set_value_by_layout
 
 #: Checkpointing's: whether a node is recomputed, and with which region.
 MARKS = ("recompute", "ac_graph_id")
+#: Values of the first that drop what a node gives after the forward.
+RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 #: Copied from the matmul a new node serves: where it comes from, where it runs and whether it is recomputed
 #: (:mod:`passes.tags` refines the last).

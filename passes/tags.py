@@ -21,8 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
+from .rewrite import RECOMPUTED
+
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-_DROP = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 class Tags:
@@ -36,10 +37,10 @@ class Tags:
 
 def _mark(node: fx.Node) -> None:
     if _is_kept(node):
-        if node.meta.get("recompute") in _DROP:
+        if node.meta.get("recompute") in RECOMPUTED:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return
-    marked = [user for user in node.users if user.meta.get("recompute") in (*_DROP, *_KEEP)]
+    marked = [user for user in node.users if user.meta.get("recompute") in (*RECOMPUTED, *_KEEP)]
     if node.meta.get("recompute") in _KEEP or (node.meta.get("recompute") is None and marked):
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     regions = {user.meta["ac_graph_id"] for user in marked if "ac_graph_id" in user.meta}

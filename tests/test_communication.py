@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx.cli import main
@@ -75,6 +76,29 @@ def test_rowwise_sends_both_copies_or_each_in_its_half():
         # an amax for each row and each column
         assert c.rows[-1] == ("all_reduce", "amaxes", "int32", 0, 4 * (64 + 32))
     assert sizes == {"both": 2 * 2 * 2048 // 2, "auto": 2 * 2048 // 2}
+
+
+class Checkpointed(nn.Module):
+    """Two layers, the second run again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)])
+
+    def forward(self, x):
+        return checkpoint(lambda y: self.blocks[1](y).sin(), self.blocks[0](x), use_reentrant=False).sin()
+
+
+def test_what_is_recomputed_is_gathered_in_both_copies():
+    """In the backward, which then has a forward in it; what is not is gathered once in each half."""
+    with torch.device("meta"):
+        model, x = Checkpointed().bfloat16(), torch.empty(64, 32, dtype=torch.bfloat16)
+    explained = f8fx.explain(model, x, world=2, recipe="rowwise", select="all", target="h100")
+    outputs = [d for report in explained.graphs for d in report.decisions if d.role == "output"]
+    assert [(d.fqn, d.recomputed) for d in outputs] == [("blocks.0", False), ("blocks.1", True)]
+    assert explained.communication is not None
+    (row,) = [row for row in explained.communication.rows if row[2] == "float8_e4m3fn"]
+    assert row[4] == (2 + 3) * 32 * 32 // 2
 
 
 def test_shards_that_are_not_even_carry_padding():
