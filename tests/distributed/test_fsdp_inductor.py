@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
 
+import f8fx
+from tests.distributed import copies
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, train, world_mesh
 
@@ -21,5 +25,22 @@ def same_code_same_bits():
         assert_same(*results, recipe)
 
 
+def by_inductor(module: nn.Module) -> None:
+    module.compile(backend=f8fx.f8fx, options={"select": "all", "recipe": "rowwise", "strict": True})
+
+
+def checkpointed_graphs_read_the_forwards_copy_in_the_backward():
+    """Such a graph is split twice: what reads the other half's copy is compiled in the second attempt."""
+    runs = []
+    for sent in ("both", "auto"):
+        before = dict(counters["aot_autograd"])
+        runs.append(copies.steps(copies.build(sent, by_inductor, copies.Checkpointed)))
+        attempts = counters["aot_autograd"]["total"] - before.get("total", 0)
+        assert attempts == (1 if sent == "both" else 2)
+    (counts, both), (seen, auto) = runs
+    assert_same(both, auto)
+    assert seen[0] == counts[0] and seen[2][1] == counts[2][1] and seen[2][0] < counts[2][0]
+
+
 def test_two_ranks():
-    run_checks(2, [same_code_same_bits])
+    run_checks(2, [same_code_same_bits, checkpointed_graphs_read_the_forwards_copy_in_the_backward])
