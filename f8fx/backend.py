@@ -156,7 +156,7 @@ def compile_graph(
         config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
     graph_pass = _graph_pass(gm, example_inputs, options, config)
     weights = halves.positions(example_inputs)
-    own_split = _partitions(options, config)
+    own_split = _partitions(options, config) and not _copies_inputs(config)
     reads = ANYTHING if weights and not own_split else NOTHING
     # compilers take over the graph they are given: keep one for another attempt
     spare = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if weights or not options.strict else None
@@ -250,6 +250,11 @@ def _partitions(options: Options, config: Mapping[str, Any]) -> bool:
     """Whether f8fx's partitioner splits the graphs: not where the user has one."""
     own = config.get("custom_partitioner_fn", inductor_config().custom_partitioner_fn) is None
     return own or options.executor == "eager"
+
+
+def _copies_inputs(config: Mapping[str, Any]) -> bool:
+    """Whether graphs are replayed as CUDA graphs, into whose memory inputs are copied."""
+    return bool(config.get("triton.cudagraphs", inductor_config().triton.cudagraphs))
 
 
 def _runner(

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .passes.halves import Reads
 from .torch_private import local_part
 
@@ -23,7 +25,7 @@ def positions(example_inputs: Sequence[Any]) -> list[int]:
 
 
 def saying(compiled: Callable[..., Any], weights: Sequence[int], known: Reads) -> Callable[..., Any]:
-    """A compiled graph that tells its weights, at each call, what it reads.
+    """A compiled graph that tells its weights, when its forward and its backward begin, what they read.
 
     Args:
         weights: :func:`positions`.
@@ -32,8 +34,18 @@ def saying(compiled: Callable[..., Any], weights: Sequence[int], known: Reads) -
         return compiled
 
     def run(*args: Any) -> Any:
-        for index in weights:
-            local_part(args[index]).read_by(known)
-        return compiled(*args)
+        watched = [local_part(args[index]).copies for index in weights]
+        for copies in watched:
+            copies.said(known.early, known.late)
+        outputs = compiled(*args)
+
+        def begins(_: Any) -> None:
+            for copies in watched:
+                copies.backward_begins(known.early)
+
+        found = {t.grad_fn for t in outputs if isinstance(t, torch.Tensor)} - {None}
+        for node in found:
+            node.register_prehook(begins)  # type: ignore[union-attr]
+        return outputs
 
     return run

@@ -93,4 +93,12 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_read(node: fx.Node) -> bool:
     """Whether anything but views, and the output, takes a value."""
-    return any(user.op != "output" and (base_of(user) is user or _is_read(user)) for user in node.users)
+    return any(_reads(user, node) for user in node.users)
+
+
+def _reads(user: fx.Node, node: fx.Node) -> bool:
+    if user.op == "output":
+        return False
+    if user.target is ops.dequantize_both:
+        return node in user.args[:2]  # the other copy is there for those who fold the mark
+    return base_of(user) is user or _is_read(user)

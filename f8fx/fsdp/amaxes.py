@@ -32,6 +32,10 @@ class Reduced:
 
     def scales(self, weight: Hashable, form: Format, source: torch.dtype) -> Tensor:
         """``[]``, ``[n]`` or ``[k]``; made for all weights of one kind at once."""
+        with torch.inference_mode(False), torch.no_grad():  # a later forward may save them for its backward
+            return self._scales(weight, form, source)
+
+    def _scales(self, weight: Hashable, form: Format, source: torch.dtype) -> Tensor:
         here = current(self.vector.device)
         kind = (form.dtype, form.power_of_2, source)
         if kind not in self.scaled:

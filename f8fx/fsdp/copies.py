@@ -8,11 +8,13 @@ element instead of two. But what a half reads is the graphs' affair:
   partitioner recomputes to save memory;
 * eager autograd, and graphs that f8fx did not compile, may read the forward's copy in the backward, too.
 
-So all gathers of the first step carry both copies, and it is noted who reads which. Graphs compiled by f8fx say so
-whenever they run (:mod:`f8fx.halves`); a weight that none of them reads keeps both copies. When the first forward
-after a backward begins, the ranks of a shard group put together what they have seen, in one all-reduce of two
-numbers a weight, and from then on a gather carries what its half was seen to read. What is read later and is not
-there is an error that names the weight.
+So, with ``"auto"``, all gathers of the first step carry both copies, and it is noted who reads which. Graphs compiled
+by f8fx say so whenever they run (:mod:`f8fx.halves`), and eager reads are seen; a weight that no graph of f8fx reads
+keeps both copies. When the first forward after a backward begins, the ranks of a shard group put together what
+they have seen, in one all-reduce of a few numbers a weight, and from then on a gather carries what its half was seen to
+read. Where a half finds only the other's copy in memory, since a gather began early or was kept, the copy it
+needs is gathered there. A graph that reads more than was ever seen is an error that names the weight. What cannot be
+seen is a weight that is read by a graph of f8fx and, with gradients, by one of another compiler as well.
 """
 
 from __future__ import annotations
@@ -30,16 +32,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from f8fx.torch_private import (
     backward_was_interrupted,
     fsdp_parameter_of,
+    gather_group,
     gather_outputs,
     in_backward,
     reshard_group,
     reshards_after_forward,
+    saved_tensors_are_read,
     set_gather_outputs,
 )
 
 Wanted = Literal["auto", "both"]
 
 _FORWARD, _BACKWARD = 0, 1
+#: To settle a weight that not all ranks have read.
+_ATTEMPTS = 3
 
 
 @dataclass(eq=False)
@@ -55,6 +61,7 @@ class Copies:
         read_early: the backward reads the forward's copy.
         read_late: the forward reads the backward's.
         sent: copies of the forward's and of the backward's gather, once that is settled.
+        attempts: how often the ranks have tried to settle it.
     """
 
     fqn: str
@@ -65,7 +72,10 @@ class Copies:
     read_early: bool = False
     read_late: bool = False
     sent: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    attempts: int = 0
     mesh: DeviceMesh | None = None
+    _begun: tuple[int, ...] = (_FORWARD, _BACKWARD)
+    _searched: bool = field(default=False, repr=False)
     _group: Any = field(default=None, repr=False)
     _parameter: Any = field(default=None, repr=False)
     _outputs: list[Tensor] | None = field(default=None, repr=False)
@@ -100,24 +110,24 @@ class Copies:
 
     def sends(self, mesh: DeviceMesh) -> tuple[int, ...]:
         """Which copies the gather that begins now carries."""
-        everything = tuple(range(self.count))
+        self._begun = tuple(range(self.count))
         self._decide(mesh)
         if not self.alternates:
-            return everything
+            return self._begun
         backward = in_backward()
         self._trained |= backward
         if self._outputs is None:
             # what the first gather was received in is there from the second on
             self._outputs = gather_outputs(self._parameter) or None
         if self.sent is None or self._outputs is None:
-            return everything
-        # without resharding the backward gets what the forward gathered
-        chosen = self.sent[backward] if self._reshards() is True else everything
-        set_gather_outputs(self._parameter, [self._outputs[index] for index in chosen])
-        return chosen
+            return self._begun
+        if self._reshards() is True:  # else the backward gets what the forward gathered
+            self._begun = self.sent[backward]
+        set_gather_outputs(self._parameter, [self._outputs[index] for index in self._begun])
+        return self._begun
 
     def drop_backward_copy(self) -> None:
-        """Frees what a backward has gathered, if that is all there is, so that the next forward gathers its own copy.
+        """Frees what a backward has gathered, or has begun to, so that the next forward gathers its own copy.
 
         FSDP2 keeps it after ``set_reshard_after_backward(False)``, and may after ``set_is_last_backward(False)``.
 
@@ -133,12 +143,13 @@ class Copies:
                 "reset_iter_state() on the root module before the next forward (torch 2.13; with older ones resume from "
                 "a checkpoint)"
             )
-        if _FORWARD not in self.present:
+        if _FORWARD not in self._begun:
             reshard_group(self._group)
-            self.present = (_FORWARD, _BACKWARD)[: self.count]
+            self._begun = (_FORWARD, _BACKWARD)
 
     def _reshards(self) -> bool | str | None:
-        if self._group is None:
+        if not self._searched:
+            self._searched = True
             self._group, self._parameter = fsdp_parameter_of(self.model, self._is_shard)
         return reshards_after_forward(self._group)
 
@@ -148,33 +159,43 @@ class Copies:
 
     # -- what is read
 
-    def note(self, early: bool, late: bool) -> None:
-        """Copies are read in the other's half.
+    def said(self, early: bool, late: bool) -> None:
+        """A graph compiled by f8fx is called, and reads copies in the other's half, or does not.
 
         Raises:
-            RuntimeError: if what it reads is no longer sent.
+            RuntimeError: if it, or the backward it is called in, reads more than was seen before.
         """
+        self._said = True
+        if not self.alternates:
+            return
+        early |= in_backward()
+        late |= torch.is_grad_enabled() and saved_tensors_are_read()
         if self.sent is None:
             self.read_early |= early
             self.read_late |= late
-        elif (early and _FORWARD not in self.sent[_BACKWARD]) or (
-            late and _BACKWARD not in self.sent[_FORWARD]
-        ):
-            raise RuntimeError(
-                f"f8fx.fsdp: {self.fqn!r} is read in the forward and again in the backward, by activation checkpointing, "
-                "say, or a graph that f8fx did not compile. No forward before did so, and its gathers carry one copy "
-                'since. Use enable_float8_all_gather(..., copies="both")'
+            return
+        again = early and _FORWARD not in self.sent[_BACKWARD]
+        if again or (late and _BACKWARD not in self.sent[_FORWARD]):
+            what = (
+                "the forward's copy is read again in the backward, as activation checkpointing does"
+                if again
+                else "the backward's copy is read in the forward, as hooks of saved tensors do"
             )
+            raise RuntimeError(
+                f"f8fx.fsdp: {self.fqn!r}: {what}. When it was settled what its gathers carry, none did. Use "
+                'enable_float8_all_gather(..., copies="both")'
+            )
+        self._need(_FORWARD, *((_BACKWARD,) if late else ()))
 
-    def said(self, early: bool, late: bool) -> None:
-        """A graph compiled by f8fx runs, and reads copies in the other's half, or does not.
+    def backward_begins(self, early: bool) -> None:
+        """The backward of a graph compiled by f8fx begins; what it reads is gathered if it is not there."""
+        if self.sent is not None:
+            self._need(_BACKWARD, *((_FORWARD,) if early else ()))
 
-        Raises:
-            RuntimeError: if what it reads is not in memory, or no longer sent.
-        """
-        self._said = True
-        self._check_present()
-        self.note(early or in_backward(), late)
+    def _need(self, *copies: int) -> None:
+        if not set(copies) <= set(self.present):
+            reshard_group(self._group)
+            gather_group(self._group)
 
     def computed_with(self) -> None:
         """An operator reads the weight, outside of any graph.
@@ -182,44 +203,43 @@ class Copies:
         Raises:
             RuntimeError: if the forward's copy is not in memory.
         """
-        self._check_present()
-        self.note(in_backward() or torch.is_grad_enabled(), False)
-
-    def _check_present(self) -> None:
-        if _FORWARD in self.present:
-            return
-        when = (
-            "during a backward, as activation checkpointing does"
-            if in_backward()
-            else "that a backward has gathered and FSDP2 was told to keep, outside of a forward of the model that "
-            "enable_float8_all_gather was called on (reshard() of its block drops it)"
-        )
-        raise RuntimeError(
-            f"f8fx.fsdp: a forward reads {self.fqn!r} {when}; what is there is the backward's copy. Use "
-            'enable_float8_all_gather(..., copies="both")'
-        )
+        if self.sent is None:
+            self.read_early |= in_backward() or torch.is_grad_enabled()
+        elif _FORWARD not in self.present:
+            raise RuntimeError(
+                f"f8fx.fsdp: {self.fqn!r} is read outside of a compiled graph, and what is in memory is the copy that a "
+                'backward has gathered. Use enable_float8_all_gather(..., copies="both")'
+            )
 
     # -- what is settled
 
     @property
     def open(self) -> bool:
-        """Whether a step was watched and nothing is settled yet."""
-        return self.alternates and self._said and self._trained and self.sent is None
+        """Whether a step was watched and nothing is settled yet; the same on all ranks of a shard group."""
+        return self.alternates and self._trained and self.sent is None and self.attempts < _ATTEMPTS
 
-    def settle(self, read_early: bool, read_late: bool) -> None:
-        """From now on gathers carry what is read."""
-        self.read_early, self.read_late = read_early, read_late
-        everything = (_FORWARD, _BACKWARD)
-        self.sent = (
-            everything if read_late else (_FORWARD,),
-            everything if read_early else (_BACKWARD,),
-        )
+    @property
+    def seen(self) -> list[bool]:
+        """Two copies where one would do, and whether it is not known: what the ranks put together."""
+        return [self.read_early, self.read_late, not self._said]
+
+    def settle(self, read_early: bool, read_late: bool, unknown: bool) -> None:
+        """From now on gathers carry what is read, if that is known."""
+        self.attempts += 1
+        if not unknown:
+            self.read_early, self.read_late = read_early, read_late
+            everything = (_FORWARD, _BACKWARD)
+            self.sent = (
+                everything if read_late else (_FORWARD,),
+                everything if read_early else (_BACKWARD,),
+            )
 
 
 def settle(found: Iterable[Copies]) -> None:
     """Puts together what the ranks of each shard group have seen; on all ranks, between steps.
 
-    One all-reduce a group, whose result the host waits for: once for each weight.
+    One all-reduce a group, whose result the host waits for: once for each weight, a few times for one that no graph
+    of f8fx reads on some rank.
     """
     by_group: dict[tuple[int, ...], list[Copies]] = defaultdict(list)
     for copies in found:
@@ -229,9 +249,7 @@ def settle(found: Iterable[Copies]) -> None:
     for members in by_group.values():
         mesh = members[0].mesh
         assert mesh is not None
-        seen = torch.tensor(
-            [[c.read_early, c.read_late] for c in members], dtype=torch.uint8, device=mesh.device_type
-        )
+        seen = torch.tensor([c.seen for c in members], dtype=torch.uint8, device=mesh.device_type)
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group())
-        for copies, (early, late) in zip(members, seen.tolist(), strict=True):
-            copies.settle(bool(early), bool(late))
+        for copies, row in zip(members, seen.tolist(), strict=True):
+            copies.settle(*map(bool, row))

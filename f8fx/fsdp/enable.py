@@ -76,10 +76,10 @@ def enable_float8_all_gather(
         copies: for recipes whose backward reads a weight in another format than the forward (the rowwise
             ones). ``"auto"``: the gathers of the first step carry both copies, as many bytes as in bf16, and the
             following ones what their half of the step was seen to read: half the bytes in the forward, and in the
-            backward too, unless activation checkpointing or a graph that f8fx did not compile reads the
-            forward's copy there. Weights that are not resharded after the forward are gathered once for both, with
-            both copies. After a backward that raised, FSDP2's ``reset_iter_state()`` must be called (else an error).
-            ``"both"``: every gather carries both copies.
+            backward too, unless activation checkpointing or an eager read takes the forward's copy there. Both
+            copies are kept where FSDP2 does not reshard after the forward and where no graph compiled by f8fx reads a
+            weight. A graph that reads more than was seen in the first step is an error, and so is a forward after a
+            backward that raised, until FSDP2's ``reset_iter_state()`` is called. ``"both"``: every gather carries both.
         mesh: the ranks that must decide alike; default: all of them. Pass the FSDP mesh where ranks hold
             different models (pipeline parallelism).
 

@@ -272,6 +272,7 @@ class Scales:
                 weight.fqn,
             )
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _reduce(self, jobs: Sequence[tuple[WeightScales, Float8Shard, DeviceMesh]]) -> None:
         """The amaxes of some weights sharded over one group of ranks."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from f8fx import ops
-from f8fx.passes.halves import Reads
 from f8fx.torch_private import (
     disabled_torch_function,
     is_fake,
@@ -98,15 +97,6 @@ class Float8Weight(torch.Tensor):
         """New data was gathered: these are its scales."""
         for index, scale in enumerate(scales):
             setattr(self, f"_scale_{index}", scale)
-
-    def read_by(self, reads: Reads) -> None:
-        """A graph that was compiled with this weight as an input is called, and reads this.
-
-        Raises:
-            RuntimeError: if that is not in memory, or will not be.
-        """
-        if self.copies is not None:
-            self.copies.said(reads.early, reads.late)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [f"_{what}_{index}" for index in range(len(self.formats)) for what in ("data", "scale")]

@@ -81,8 +81,14 @@ def pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def gather_group(group: Any) -> None:
+    """Gathers a group's parameters and waits, if they are not gathered (``unshard``, ``wait_for_unshard``)."""
+    group.unshard()
+    group.wait_for_unshard()
+
+
 def reshard_group(group: Any) -> None:
-    """Frees what a group has gathered, or is gathering, outside of a forward and a backward.
+    """Frees what a group has gathered, or is gathering.
 
     ``wait_for_unshard``, a no-op where no gather is under way, and ``reshard``, one where nothing is gathered.
     """

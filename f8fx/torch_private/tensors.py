@@ -116,6 +116,15 @@ def is_mutating(operator: Any) -> bool:
     return operator._schema.is_mutable
 
 
+def saved_tensors_are_read() -> bool:
+    """Whether hooks read what is saved for a backward (``torch._C._autograd._top_saved_tensors_default_hooks``).
+
+    Checkpointing's do not.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1

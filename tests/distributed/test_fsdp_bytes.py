@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
-from tests.distributed import copies
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, batch, loss_of, train, whole, world_mesh
 from tests.distributed.sent import collectives
@@ -410,6 +409,5 @@ def test_two_ranks():
             interrupted_forwards,
             ranks_that_differ_all_raise,
             optimizers_and_copies_are_plain,
-            *copies.CHECKS,
         ],
     )

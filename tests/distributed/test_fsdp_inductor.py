@@ -8,9 +8,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import f8fx
-from tests.distributed import copies
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, train, world_mesh
+from tests.distributed.test_fsdp_copies import Checkpointed, build, steps
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def checkpointed_graphs_read_the_forwards_copy_in_the_backward():
     runs = []
     for sent in ("both", "auto"):
         before = dict(counters["aot_autograd"])
-        runs.append(copies.steps(copies.build(sent, by_inductor, copies.Checkpointed)))
+        runs.append(steps(build(sent, by_inductor, Checkpointed)))
         attempts = counters["aot_autograd"]["total"] - before.get("total", 0)
         assert attempts == (1 if sent == "both" else 2)
     (counts, both), (seen, auto) = runs

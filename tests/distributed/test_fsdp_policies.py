@@ -257,6 +257,20 @@ def checkpointing_saves_what_bf16_saves():
     assert amaxes == {None: 2 * 5, True: 2 * 5}, amaxes
 
 
+def evaluated_in_inference_mode():
+    """Between a step and the next forward: the scales taken for it serve the training forward, too."""
+    for recipe in ("tensorwise", "rowwise"):
+        results = []
+        for float8 in (False, True):
+            model = Setup(recipe, world_mesh(), float8).build()
+            results.append({})
+            for round_ in range(2):
+                results[-1] |= {f"{round_} {name}": value for name, value in train(model, 1).items()}
+                with torch.inference_mode():
+                    results[-1][f"{round_} evaluated"] = model(batch(7))
+        assert_same(*results, recipe)
+
+
 def test_two_ranks():
     run_checks(
         2,
@@ -272,5 +286,6 @@ def test_two_ranks():
             checkpointing_saves_what_bf16_saves,
             checkpointing_of_the_whole_model,
             not_a_number,
+            evaluated_in_inference_mode,
         ],
     )

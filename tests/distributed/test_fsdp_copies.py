@@ -1,7 +1,4 @@
-"""Checks on ranks: which float8 copies the gathers of row-scaled recipes carry (``f8fx.fsdp.copies``).
-
-Run by ``test_fsdp_bytes``.
-"""
+"""Which float8 copies the gathers of row-scaled recipes carry (:mod:`f8fx.fsdp.copies`)."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx.fsdp import enable_float8_all_gather
+from tests.distributed.harness import run_checks
 from tests.distributed.models import (
     OPTIONS,
     Net,
@@ -30,7 +28,7 @@ from tests.distributed.models import (
     world_mesh,
 )
 from tests.distributed.sent import Sent, collectives
-from tests.helpers import bf16
+from tests.helpers import Block, bf16
 
 ROWWISE = ("rowwise", "rowwise_with_gw_hp")
 
@@ -158,7 +156,6 @@ def build(
 ) -> Net:
     """The net, its blocks wrapped by ``wrap``, which a compiled graph is ``inside`` of, or around."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
     model = Net().to(bf16)
     enable_float8_all_gather(model, "rowwise", filter_fqns=["head"], copies=copies)  # type: ignore[arg-type]
     for index, block in enumerate(model.blocks):
@@ -203,28 +200,131 @@ def what_f8fx_did_not_compile_may_read_it_again() -> None:
 
 def a_budget_of_memory_may_read_it_again() -> None:
     """A partitioner that is to save memory recomputes what it likes."""
+    torch._dynamo.reset()
     with torch._functorch.config.patch(activation_memory_budget=0.0):
         _reads_it_in_the_backward_too("budget", by_f8fx)
+    torch._dynamo.reset()
 
 
 def read_again_only_later() -> None:
     """What is no longer there is an error, on every rank."""
-    for inside, message in (
-        (True, r"a forward reads 'blocks\.1\.\w+\.weight' during a backward"),
-        (False, "is read in the forward and again in the backward"),
-    ):
+    for inside in (True, False):
         model = build("auto", by_f8fx, Checkpointed, inside)
         for block in model.blocks:
             block.on = False
         steps(model, 2)
         for block in model.blocks:
             block.on = True
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match="the forward's copy is read again in the backward"):
             loss_of(model(batch(0))).backward()
 
 
+def _same_as_with_both(run: Callable[[Net], Any], wrap: Any = lambda block: block) -> None:
+    """After two steps, which settle what gathers carry, what ``run`` does has the results of a run with both copies."""
+    results = []
+    for copies in ("both", "auto"):
+        model = build(copies, wrap=wrap)
+        before = steps(model, 2)[1]
+        results.append(before | run(model))
+    assert_same(*results)
+
+
+def gathers_that_begin_early_or_late() -> None:
+    """Outside of the backward that they are for, or in a backward that ends without them."""
+
+    def by_hand(model: Net) -> dict[str, Tensor]:
+        y = model(batch(0))
+        model.blocks[-1].unshard()
+        loss_of(y).backward()
+        return {n: whole(p.grad) for n, p in model.named_parameters()}
+
+    def for_the_forward(model: Net) -> dict[str, Tensor]:
+        first, last = model.blocks
+        last.set_modules_to_forward_prefetch([first])  # whose next half is its backward
+        return steps(model, 2)[1]
+
+    def not_taken(model: Net) -> dict[str, Tensor]:
+        first, last = model.blocks
+        last.set_modules_to_backward_prefetch([first])
+        model.set_is_last_backward(False)
+        x = batch(0).requires_grad_()
+        loss_of(last(x)).backward()
+        model.set_is_last_backward(True)
+        return steps(model, 2)[1]
+
+    for run in (by_hand, for_the_forward, not_taken):
+        _same_as_with_both(run)
+
+
+def saved_tensors_that_are_copied() -> None:
+    """Hooks read what a graph saves, the backward's copy among it, when its forward ends."""
+    results = []
+    for copies in ("both", "auto"):
+        model = build(copies)
+        copied = torch.autograd.graph.saved_tensors_hooks(lambda t: torch.empty_like(t).copy_(t), lambda t: t)
+        with copied:
+            counts, values = steps(model)
+        results.append(values)
+    assert_same(*results)
+    assert counts[0][0] == counts[2][0] and counts[0][1] > counts[2][1]
+    model = build("auto")
+    steps(model, 2)
+    with copied, pytest.raises(RuntimeError, match="the backward's copy is read in the forward"):
+        model(batch(0))
+
+
+def reads_that_no_backward_follows() -> None:
+    """An eager forward, a look at a gathered weight, an evaluation in inference mode: nothing to complain about."""
+
+    def look(model: Net) -> dict[str, Tensor]:
+        block = model.blocks[0]
+        block.unshard()
+        seen = {"seen": block.up.weight.detach().float()}
+        block.reshard()
+        with torch.compiler.set_stance("force_eager"):
+            seen["eagerly"] = model(batch(0)).detach()
+        return seen | steps(model, 1)[1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of reads that round
+        _same_as_with_both(look)
+
+
+class Routed(nn.Module):
+    """Two frozen blocks, one of which runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.experts = nn.ModuleList([Block(64, 96), Block(64, 96)]).requires_grad_(False)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.experts[which](self.first(x))
+
+
+def ranks_that_read_different_weights() -> None:
+    """What a rank has not seen read is not settled; nor do ranks reduce for different weights."""
+    rank, results = dist.get_rank(), []
+    for copies in ("both", "auto"):
+        for which in (lambda step: rank, lambda step: rank if step % 2 == 0 else step // 2 % 2):
+            torch.manual_seed(0)
+            model = Routed().to(bf16)
+            enable_float8_all_gather(model, "rowwise", only_fqns=["experts"], copies=copies)  # type: ignore[arg-type]
+            for expert in model.experts:
+                by_f8fx(expert)
+            fully_shard([*model.experts], mesh=world_mesh())
+            fully_shard(model, mesh=world_mesh())
+            for step in range(6):
+                loss = loss_of(model(batch(step, rank), which(step)))
+                loss.backward()
+                results.append({"loss": loss.detach()})
+    half = len(results) // 2
+    for both, auto in zip(results[:half], results[half:], strict=True):
+        assert_same(both, auto)
+
+
 def kept_after_the_backward() -> None:
-    """As gradient accumulation may: the next forward gathers its own copy, and a block called alone says what it lacks."""
+    """As gradient accumulation may: the next forward gathers its own copy, also of a block that is called by itself."""
     results = []
     for float8 in (False, True):
         model = Setup("rowwise", world_mesh(), float8, net={"depth": 1}).build()
@@ -242,12 +342,9 @@ def kept_after_the_backward() -> None:
         loss_of(model(batch(6))).backward()
         with torch.no_grad():
             results[-1]["evaluated"] = model(batch(7))
+        loss_of(model(batch(6))).backward()
+        results[-1]["by itself"] = model.blocks[0](batch(0)).detach()
     assert_same(*results)
-    loss_of(model(batch(6))).backward()
-    with pytest.raises(RuntimeError, match="a backward has gathered and FSDP2 was told to keep"):
-        model.blocks[0](batch(0))
-    model.blocks[0].reshard()
-    model.blocks[0](batch(0))
 
 
 class _Fails(torch.autograd.Function):
@@ -286,13 +383,21 @@ def after_a_backward_that_failed() -> None:
         assert_same(*results)
 
 
-CHECKS = (
-    each_half_gathers_its_copy,
-    without_resharding_one_gather_serves_both,
-    checkpointing_reads_the_forwards_copy_again,
-    what_f8fx_did_not_compile_may_read_it_again,
-    a_budget_of_memory_may_read_it_again,
-    read_again_only_later,
-    kept_after_the_backward,
-    after_a_backward_that_failed,
-)
+def test_two_ranks():
+    run_checks(
+        2,
+        [
+            each_half_gathers_its_copy,
+            without_resharding_one_gather_serves_both,
+            checkpointing_reads_the_forwards_copy_again,
+            what_f8fx_did_not_compile_may_read_it_again,
+            a_budget_of_memory_may_read_it_again,
+            read_again_only_later,
+            gathers_that_begin_early_or_late,
+            saved_tensors_that_are_copied,
+            reads_that_no_backward_follows,
+            ranks_that_read_different_weights,
+            kept_after_the_backward,
+            after_a_backward_that_failed,
+        ],
+    )
