@@ -174,7 +174,9 @@ def test_everything_filtered_hands_inductor_the_stock_graphs(monkeypatch, traini
             patch.setattr(module, "compile_fx", partial(module.compile_fx, inner_compile=inner_compile))
             torch._dynamo.reset()
             x = randn(16, 32, grad=training)
-            uncached = torch.compiler.config.patch(force_disable_caches=True)  # another test may have compiled it
+            uncached = torch.compiler.config.patch(
+                force_disable_caches=True
+            )  # another test may have compiled it
             with torch.set_grad_enabled(training), uncached:
                 y = torch.compile(Net(), dynamic=dynamic, **how)(x)
             if training:
