@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,7 @@ def hsdp():
         compare(lambda float8, recipe=recipe: Setup(recipe, mesh, float8).build(), f"hsdp {recipe}")
 
 
-def tensor_parallel(float8: bool, recipe: str, **options: Any) -> Net:
+def tensor_parallel(float8: bool, recipe: str) -> Net:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -61,7 +60,7 @@ def tensor_parallel(float8: bool, recipe: str, **options: Any) -> Net:
             for name, shape in (("gate", (48, 64)), ("up", (48, 64)), ("down", (64, 48)))
         }
     for block in model.blocks:
-        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe, **options})
+        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     # split by rows over both dimensions, or by columns over one and rows over the other
