@@ -214,7 +214,7 @@ def _run_with_weights(
     except FilterError:
         raise
     except Exception as error:
-        if options.strict:
+        if options.strict or ReadsOther.within(error) is not None:
             raise
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         warnings.warn(f"f8fx: the weights of a graph are quantized in each call ({what})", stacklevel=2)
