@@ -227,7 +227,6 @@ class Copies:
         """From now on gathers carry what is read, if that is known."""
         self.attempts += 1
         if not unknown:
-            self.read_early, self.read_late = read_early, read_late
             everything = (_FORWARD, _BACKWARD)
             self.sent = (
                 everything if read_late else (_FORWARD,),

@@ -144,6 +144,11 @@ def by_another(module: nn.Module) -> None:
     module.compile(backend="aot_eager")
 
 
+def for_cuda_graphs(module: nn.Module) -> None:
+    options = {**OPTIONS, "recipe": "rowwise", "inductor": {"triton.cudagraphs": True}}
+    module.compile(backend=f8fx.f8fx, options=options)
+
+
 def by_nothing(module: nn.Module) -> None:
     pass
 
@@ -187,10 +192,13 @@ def checkpointing_reads_the_forwards_copy_again() -> None:
 
 
 def what_f8fx_did_not_compile_may_read_it_again() -> None:
-    """It says nothing, so both copies are there; an eager reader beside a compiled one is noted."""
+    """It says nothing, so both copies are there; an eager reader beside a compiled one is noted.
+
+    Graphs that are replayed copy all of their inputs.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of reads that round
-        for compiled in (by_another, by_nothing):
+        for compiled in (by_another, by_nothing, for_cuda_graphs):
             models = [build(copies, compiled) for copies in ("both", "auto")]
             (counts, both), (seen, auto) = map(steps, models)
             assert_same(both, auto)
