@@ -145,9 +145,12 @@ def check(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
 
 def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: CompileFx) -> str | None:
     """What is wrong with the first function that does not give the bytes of its definition."""
+    on_gpu = device.type == "cuda"
     for case in functions:
+        if case.gpu_only and not on_gpu:
+            continue
         try:
-            x, y = data(case.gpu_shape if device.type == "cuda" else case.shape, device)
+            x, y = data(case.gpu_shape if on_gpu else case.shape, device, case.dtype)
             graph = fx.symbolic_trace(case.run)
             # Inductor's caches do not know forms, and would give one the code of another
             patches = {**_patches(_TRYING.forms), "force_disable_caches": True}

@@ -7,7 +7,7 @@ minimum or maximum in the kernel of a transposed float8 store, a row amax in one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,10 +26,12 @@ class Case:
     """A small function whose kernels are of one kind; run eagerly, it is its own definition.
 
     Attributes:
-        run: of two bfloat16 tensors. What it does to them before a cast is exact, so that it does not matter
+        run: of two tensors. What it does to them before a cast is exact, so that it does not matter
             that Inductor keeps float32 where eager PyTorch rounds.
         shape: on a CPU.
         gpu_shape: on a GPU: several blocks, ragged.
+        dtype: of the tensors.
+        gpu_only: not worth its time on a CPU.
     """
 
     name: str
@@ -37,10 +39,16 @@ class Case:
     run: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     shape: tuple[int, int]
     gpu_shape: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16
+    gpu_only: bool = False
 
 
 def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[Case, ...]:
-    """The functions, for the float8 types of a device."""
+    """The functions, for the float8 types of a device.
+
+    On GPUs stores are checked with float32 sources too, which weights under autocast and FSDP2 are: how a
+    tile is spread over threads, and so how it is turned, depends on the widths of both.
+    """
 
     def cast(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         scale = aten.full.default([], 100.0, dtype=torch.float32, device=device)
@@ -93,10 +101,17 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         found = ops.amax_both(larger, [aten.mul.Tensor(aten.neg.default(x), 2.0)])
         return found[0], found[1], found[2]
 
-    return (
+    stores = (
         Case("cast", "cast", cast, (20, 33), (520, 777)),
         Case("transposed cast", "transpose", transposed, (20, 33), (520, 777)),
         Case("both casts", "transpose", both, (20, 33), (520, 777)),
+    )
+    wide = [
+        replace(case, name=f"{case.name} of float32", dtype=torch.float32, gpu_only=True) for case in stores
+    ]
+    return (
+        *stores,
+        *wide,
         Case("tensorwise", "reduction", tensorwise, (20, 33), (520, 777)),
         Case("rowwise", "reduction", rowwise, (33, 20), (777, 520)),
         # as in a norm's backward: large and tall enough for Inductor to reduce rows and columns in one kernel
@@ -111,8 +126,10 @@ def _two(pair: Any) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def data(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two bfloat16 tensors over many binades, zeros of both signs, infinities and NaN among them.
+def data(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
+    """Two tensors over many binades, zeros of both signs, infinities and NaN among them.
 
     Each row and column has one largest magnitude, 3 times a power of two: no scale then is near a power of two,
     where a last bit of a logarithm would decide.
@@ -126,7 +143,7 @@ def data(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     for index in range(max(rows, columns)):
         x[index % rows, index % columns] = y[index % rows, index % columns] = 3.0
     x[rows // 2, 0], y[rows // 2, 0] = 0.0, -0.0
-    return x.to(device, torch.bfloat16), y.to(device, torch.bfloat16)
+    return x.to(device, dtype), y.to(device, dtype)
 
 
 def special(x: Tensor) -> Tensor:

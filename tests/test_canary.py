@@ -95,6 +95,18 @@ def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, checked, kind,
     assert canary.key([CPU]) == (("cpu", (kind, chosen)),)
 
 
+def test_float32_is_checked_on_gpus_only(monkeypatch):
+    asked = []
+    monkeypatch.setattr(canary, "data", lambda shape, device, dtype: asked.append((device.type, dtype)))
+    every = canary.cases(CPU, torch.float8_e4m3fn, torch.float8_e5m2)
+    assert {c.dtype for c in every if c.kind in ("cast", "transpose")} == {bf16, torch.float32}
+    for case in every:
+        for device in ("cpu", "cuda"):
+            canary._first_failure([case], torch.device(device), None)
+    assert {dtype for device, dtype in asked if device == "cpu"} == {bf16}
+    assert {dtype for device, dtype in asked if device == "cuda"} == {bf16, torch.float32}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["realized", "definition"])
 def test_a_graph_compiled_with_safe_kernels_is_right(monkeypatch, checked, form):
@@ -198,11 +210,12 @@ def test_bytes_are_compared_but_for_those_of_nan():
     assert not canary._same(one, one.view(torch.float8_e5m2))
 
 
+@pytest.mark.parametrize("dtype", [bf16, torch.float32])
 @pytest.mark.parametrize("shape", [(20, 33), (33, 20), (520, 777)])
-def test_scales_of_the_data_are_clear_of_powers_of_two(shape):
+def test_scales_of_the_data_are_clear_of_powers_of_two(shape, dtype):
     """So that the last bit of a logarithm decides nothing."""
-    for x in canary.data(shape, CPU):
-        assert x.dtype == bf16
+    for x in canary.data(shape, CPU, dtype):
+        assert x.dtype == dtype
         for dim in (None, 0, 1):
             assert (cast.amax(x, dim) == 3).all()
 
@@ -218,7 +231,7 @@ def generated(name, monkeypatch=None, **forms):
 
     (case,) = (c for c in canary.cases(CPU, torch.float8_e4m3fn, torch.float8_e5m2) if c.name == name)
     with codegen.fake_tensor_mode():
-        inputs = [torch.empty(case.gpu_shape, dtype=bf16) for _ in range(2)]
+        inputs = [torch.empty(case.gpu_shape, dtype=case.dtype) for _ in range(2)]
         graph = make_fx(case.run, tracing_mode="real")(*inputs)
     if forms:
         chosen = {**dict.fromkeys(FORMS, "fused"), **forms}
@@ -227,7 +240,7 @@ def generated(name, monkeypatch=None, **forms):
         return codegen.generate(graph, False)
 
 
-@pytest.mark.parametrize("name", ["transposed cast", "both casts"])
+@pytest.mark.parametrize("name", ["transposed cast", "both casts", "both casts of float32"])
 def test_the_transposed_store_stands_beside_a_minimum_or_maximum(name, monkeypatch):
     """Else the check would not see the bug it is there for; in the safe form it stands alone."""
 

@@ -203,7 +203,7 @@ def test_canaries_raise_no_false_alarm(choice, tmp_path):
     for function in canary_cases.cases(host, torch.float8_e4m3fn, torch.float8_e5m2):
         if function.kind not in forms:
             continue
-        x, y = canary_cases.data(function.shape, host)
+        x, y = canary_cases.data(function.shape, host, function.dtype)
         graph = make_fx(function.run, tracing_mode="fake")(x, y)
         with codegen.h100(), canary._trying(gpu, used), torch._inductor.config.patch(canary._patches(used)):
             code = codegen.generate(graph, False).code
