@@ -6,11 +6,13 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
 import f8fx
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, train, world_mesh
 from tests.distributed.test_fsdp_copies import Checkpointed, build, steps
+from tests.distributed.test_fsdp_meshes import tensor_parallel
 
 pytestmark = pytest.mark.slow
 
@@ -42,5 +44,26 @@ def checkpointed_graphs_read_the_forwards_copy_in_the_backward():
     assert seen[0] == counts[0] and seen[2][1] == counts[2][1] and seen[2][0] < counts[2][0]
 
 
+def replicas_and_tensor_parallelism():
+    """On meshes of two dimensions; with scales of rows in three steps, so that gathers carry one copy at last."""
+    inductor = {"executor": "inductor"}
+
+    def hsdp(float8: bool) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        return Setup("rowwise", mesh, float8, options=inductor, net={"depth": 1}).build()
+
+    def fsdp_and_tp(float8: bool) -> nn.Module:
+        return tensor_parallel(float8, "tensorwise", **inductor)
+
+    for made in (hsdp, fsdp_and_tp):
+        (plain, wanted), (counts, found) = (steps(made(float8)) for float8 in (False, True))
+        assert_same(wanted, found, made.__name__)
+        assert sum(counts[2]) < sum(plain[2])
+
+
 def test_two_ranks():
     run_checks(2, [same_code_same_bits, checkpointed_graphs_read_the_forwards_copy_in_the_backward])
+
+
+def test_four_ranks():
+    run_checks(4, [replicas_and_tensor_parallelism])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def hsdp():
         compare(lambda float8, recipe=recipe: Setup(recipe, mesh, float8).build(), f"hsdp {recipe}")
 
 
-def tensor_parallel(float8: bool, recipe: str) -> Net:
+def tensor_parallel(float8: bool, recipe: str, **options: Any) -> Net:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -60,7 +61,7 @@ def tensor_parallel(float8: bool, recipe: str) -> Net:
             for name, shape in (("gate", (48, 64)), ("up", (48, 64)), ("down", (64, 48)))
         }
     for block in model.blocks:
-        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe})
+        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe, **options})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     # split by rows over both dimensions, or by columns over one and rows over the other
