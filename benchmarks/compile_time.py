@@ -40,6 +40,7 @@ NODES = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
 QUICK_NODES = (1_000, 5_000, 50_000)
 TARGET = "h100"
 PASSES = (
+    "fold",
     "find",
     "select",
     "merge",

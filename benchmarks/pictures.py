@@ -15,6 +15,7 @@ Result = dict[str, Any]
 INK, LINES = "#333333", "#e4e4e4"
 COLOURS = {"bf16": "#8a8a8a", "torchao": "#3b6fb6", "f8fx": "#e07b1a", "f8fx_auto": "#2f8f5b"}
 PASS_COLOURS = (
+    "#7fb2e5",
     "#3b6fb6",
     "#2f8f5b",
     "#c2a83e",

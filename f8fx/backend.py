@@ -25,8 +25,8 @@ from .cache import CacheKey, load_report, load_weights, store_report, store_weig
 from .options import Options
 from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
-from .passes.find import mark_parameters, parameter_positions
 from .passes.halves import ANYTHING, NOTHING, ReadsOther
+from .passes.parameters import mark_parameters, parameter_positions
 from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
 from .torch_private import (

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from .options import Options
+from .passes.parameters import parameter_positions
 from .passes.reuse import CastFormat, ScaleFormat, WeightInputs
 from .report import GraphReport, log
 from .torch_private import group_backends, inductor_cache_dir, size_hint
@@ -49,7 +50,8 @@ class CacheKey:
     @staticmethod
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:
         """The key of one Dynamo graph under these options."""
-        parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm)]
+        parameters = sorted(parameter_positions(example_inputs))
+        parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm), parameters]
         if options.wire in ("auto", "float8"):
             parts.append(group_backends())
         if options.select == "auto":

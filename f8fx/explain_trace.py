@@ -32,7 +32,7 @@ from .graph_bytes import communicated_bytes, saved_bytes
 from .parallelized import dtensor_like, is_dtensor
 from .partition import Partitioner
 from .passes import Pipeline
-from .passes.find import mark_parameters, parameter_positions
+from .passes.parameters import mark_parameters, parameter_positions
 from .report import GraphReport
 from .torch_private import (
     aot_backend,

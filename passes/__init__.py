@@ -3,6 +3,7 @@
 ======  ==========  ==============================================================================
  order   pass        what it does
 ======  ==========  ==============================================================================
+   0     fold        batches multiplied by one frozen weight become one matmul
    1     find        every matmul, its role, name, sizes and operands            (only looks)
    2     select      convert or skip, with the reason                            (only looks)
    3     merge       matmuls that read one input become one
@@ -26,7 +27,8 @@ can be used alone on any aten joint graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -41,11 +43,12 @@ from . import halves
 from .amax_both import AmaxBoth
 from .amaxes import Amaxes
 from .check import Known, check, signature
-from .choice import Convert, Skip, decision
+from .choice import Choice, Convert, Skip, decision
 from .collectives import Collectives, Wire
 from .concatenations import Concatenations
 from .describe import describe
-from .find import Find, backward_nodes
+from .find import Find, Found, backward_nodes
+from .fold import Fold
 from .materialize import Materialize
 from .merge import Merge
 from .one_read import OneRead
@@ -62,6 +65,7 @@ __all__ = [
     "Concatenations",
     "FilterError",
     "Find",
+    "Fold",
     "Materialize",
     "Merge",
     "OneRead",
@@ -119,6 +123,7 @@ class Pipeline:
         self.recipe = recipe
         self.debug = debug
         self.watch = watch
+        self.fold = Fold()
         self.find = Find()
         scales = rowwise_scales or best_rowwise_scales
         self.select = Select(
@@ -149,16 +154,15 @@ class Pipeline:
         def run(name: str, step: Callable[..., Any], *args: Any) -> Any:
             start = time.perf_counter()
             result = step(*args)
-            report.pass_seconds[name] = time.perf_counter() - start
+            report.pass_seconds[name] = report.pass_seconds.get(name, 0.0) + time.perf_counter() - start
             if self.watch is not None:
                 self.watch(name, describe(graph))
             if self.debug:
                 check(graph, name, outputs, known)
             return result
 
-        found = run("find", self.find, graph)
         cached = self.reuse.cached(graph) if self.reuse is not None and not report.training else ()
-        choices = run("select", self.select, found, cached)
+        found, choices = self._decide(graph, cached, run)
         if any(isinstance(choice, Convert) for choice in choices):
             merged = run("merge", self.merge, graph, choices)
             choices, report.merges = merged.choices, merged.decisions
@@ -179,6 +183,34 @@ class Pipeline:
         report.warnings = [_read_rounded(rounded)] if rounded else []
         report.target = _target_name(self.select, found)
         return report
+
+    def _decide(
+        self, graph: fx.Graph, cached: Collection[fx.Node], run: Callable[..., Any]
+    ) -> tuple[Found, list[Choice]]:
+        """The matmuls, and what becomes of each.
+
+        A batched matmul that was folded and is then not converted stays as it was. Others may have been seen through
+        the one in its place, so all are looked at again.
+        """
+        folded = {each.mm: each for each in run("fold", self.fold, graph)}
+        kept: dict[fx.Node, Skip] = {}
+        while True:
+            found = run("find", self.find, graph)
+            unread = {each.bmm for each in folded.values()}
+            found.unmatched = [each for each in found.unmatched if each.node not in unread]
+            choices = [
+                kept.get(choice.gemm.node, choice) for choice in run("select", self.select, found, cached)
+            ]
+            skips = [c for c in choices if isinstance(c, Skip) and c.gemm.node in folded]
+            if not skips:
+                break
+            for skip in skips:
+                undone = folded.pop(skip.gemm.node)
+                undone.undo()
+                kept[undone.bmm] = replace(skip, gemm=replace(skip.gemm, node=undone.bmm))
+        for each in folded.values():
+            each.finish()
+        return found, choices
 
     def rewritten(self, graph: fx.Graph) -> GraphReport:
         """The report on a graph that earlier passes have rewritten: all matmuls stay as they are."""

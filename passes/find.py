@@ -7,7 +7,9 @@ recipe needs to know is recovered here:
 * **operands**: traced through movement operators to the tensor they come from, so that all uses of
   one tensor are seen as one (:mod:`passes.operand`). A *weight* is also traced through the cast
   that autocast puts between a float32 parameter and its matmul: the recipe quantizes the
-  parameter, not its bfloat16 rounding (torchao does the same);
+  parameter, or what is computed from it, not the bfloat16 rounding (torchao does the same). The weight
+  is what is computed from parameters alone (:mod:`passes.parameters`), else an input of the graph, else the
+  right operand;
 * **role**: a matmul that does not depend on the tangents computes an ``output``. One that does
   shares its other operand with the forward matmul it differentiates: if that is the forward's
   weight it computes ``grad_input``, if it is the input, ``grad_weight``;
@@ -21,28 +23,28 @@ just as it can be a gradient of ``x``, and an e5m2 cast in a forward is worse th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from f8fx import ops
 from f8fx.recipe import OperandKind, Role
-from f8fx.torch_private import input_position
+from f8fx.torch_private import size_hint
 
 from . import fqn
-from .gemm import Gemm, Operand, Unmatched
-from .operand import CASTS, base_of, flat_base, is_same, shape_of, trace
+from .gemm import Gemm, Operand, Size, Unmatched
+from .operand import CASTS, base_of, flat_base, is_same, repeated_matrix, shape_of, trace
+from .parameters import is_marked, of_parameters
 
 aten = torch.ops.aten
 
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 _BATCHED = "batched matmul of two activations"
 _BATCHED_WEIGHT = "batched matmul with a weight for each batch"
-#: Key in the metadata of placeholders that are known to be parameters, not only inputs; see :func:`mark_parameters`.
-_PARAMETER = "f8fx_parameter"
+_BATCHED_MATRIX = "batched matmul with one matrix"
 #: Matmuls that are seen, and left, with the reason.
 _LEFT = {
     aten.baddbmm.default: _BATCHED,
@@ -79,22 +81,6 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     return backward
 
 
-def mark_parameters(graph: fx.Graph, positions: Collection[int]) -> None:
-    """Notes on the placeholders which are parameters; it decides nothing, only how reasons are worded.
-
-    Args:
-        positions: those of parameters among the inputs of the Dynamo graph that the graph was made of.
-    """
-    for node in graph.nodes:
-        if node.op == "placeholder" and input_position(node) in positions:
-            node.meta[_PARAMETER] = True
-
-
-def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
-    """Which inputs of a Dynamo graph are parameters."""
-    return frozenset(i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter))
-
-
 class Find:
     """Collects the matmuls of a joint or inference graph."""
 
@@ -112,6 +98,7 @@ class _Walk:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.backward = backward_nodes(graph)
+        self.weights = of_parameters(graph)
         self.found = Found()
         # one node stands for all 2-D views of the same elements
         self.representatives: dict[Hashable, fx.Node] = {}
@@ -147,27 +134,28 @@ class _Walk:
         return _Traced(self.representatives.setdefault(key, source), transposed)
 
     def _through_cast(self, traced: _Traced) -> _Traced:
-        """A weight, traced on through the cast from the float32 parameter it is a rounding of."""
+        """A weight, traced on through the cast from the float32 tensor it is a rounding of."""
         node = traced.node
         if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
             return traced
         source = node.args[0]
-        if source.meta["val"].dtype != torch.float32 or len(shape_of(source)) != 2:
+        *batch, _, _ = shape_of(source)  # an einsum's has size-1 dimensions in front
+        if source.meta["val"].dtype != torch.float32 or not all(is_same(size, 1) for size in batch):
             return traced
-        if not _is_parameter(source):
+        if not self._is_weight(source):
             return traced
         inner = self._trace(source)
         return _Traced(inner.node, inner.transposed ^ traced.transposed)
 
     def _forward_gemm(self, node: fx.Node) -> None:
         left, right = (self._trace(operand) for operand in self._operands(node))
-        if _is_parameter(left.node) and not _is_parameter(right.node):
+        if self._is_left_the_weight(left.node, right.node):
             kinds: tuple[OperandKind, OperandKind] = ("weight", "input")
             left = self._through_cast(left)
         else:
             kinds = ("input", "weight")
             right = self._through_cast(right)
-        if node.target is aten.bmm.default and not any(_is_parameter(side.node) for side in (left, right)):
+        if node.target is aten.bmm.default and not any(map(self._is_weight, (left.node, right.node))):
             # what is left of attention when batch times heads is 1; an einsum has a weight
             self._leave(node, _BATCHED)
             return
@@ -175,17 +163,28 @@ class _Walk:
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
 
+    def _is_left_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
+        """Parameters and what is computed from them are weights; of two other tensors, an input of the graph."""
+        known = (left in self.weights, right in self.weights)
+        if any(known) and not all(known):
+            return known[0]
+        return _is_parameter(left) and not _is_parameter(right)
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        return node in self.weights or _is_parameter(node)
+
     def _batched(self, node: fx.Node) -> str:
         """Why a batched matmul is left: a gradient as the forward matmul whose sequence number it has."""
         layer = node.meta.get("seq_nr")
         if layer in self.batched and self._is_backward(node):
             return self.batched[layer]
-        weights = (_input_of(side) for side in node.args[-2:])  # of bmm and of baddbmm
-        reason = (
-            _BATCHED_WEIGHT
-            if any(side is not None and _PARAMETER in side.meta for side in weights)
-            else _BATCHED
-        )
+        sides: Any = node.args[-2:]  # of bmm and of baddbmm
+        weights = [_input_of(side) for side in sides]
+        if any(weight is not None and is_marked(weight) for weight in weights):
+            reason = _BATCHED_WEIGHT
+        else:
+            is_one = not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))
+            reason = _BATCHED_MATRIX if is_one else _BATCHED
         if layer is not None:
             self.batched[layer] = reason
         return reason
@@ -232,11 +231,11 @@ class _Walk:
 
     def _forward_of(self, node: fx.Node, shared: _Traced) -> tuple[Gemm, OperandKind] | None:
         """The forward matmul that reads `shared` and whose gradient `node` can be."""
-        sizes = sorted(map(str, _sizes(node, self._operands(node))))
+        sizes = _sorted(_sizes(node, self._operands(node)))
         fits = [
             (gemm, kind)
             for gemm, kind in self.readers.get(shared.node, ())
-            if sorted(map(str, (gemm.m, gemm.k, gemm.n))) == sizes
+            if _sorted((gemm.m, gemm.k, gemm.n)) == sizes
         ]
         for gemm, kind in fits:
             # AOTAutograd gives a backward node the sequence number of its forward
@@ -286,6 +285,12 @@ class _Walk:
 def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
     m, n = shape_of(node)[-2:]
     return m, shape_of(operands[0])[-1], n
+
+
+def _sorted(sizes: Sequence[Size]) -> list[str]:
+    """Sizes in an order, symbolic ones as they are now: one that a guard has fixed may be a number elsewhere."""
+    hints = map(size_hint, sizes)
+    return sorted(str(size if hint is None else hint) for size, hint in zip(sizes, hints, strict=True))
 
 
 def _is_parameter(node: fx.Node) -> bool:

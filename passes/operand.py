@@ -166,6 +166,35 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
     return best, best_transposed
 
 
+def repeated_matrix(expanded: fx.Node) -> tuple[fx.Node, bool] | None:
+    """The 2-D node that is repeated over the batch of ``[b, rows, columns]``, and whether each is its transpose.
+
+    ``None`` where there is no one matrix.
+    """
+    sizes = shape_of(expanded)[-2:]
+    node, transposed, is_expanded = expanded, False, False
+    while node.op == "call_function":
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            return None
+        if node.target in PERMUTES:
+            order, rank = permutation(node), len(shape_of(node))
+            if order != [*range(rank - 2), rank - 1, rank - 2]:
+                return None
+            transposed, sizes = not transposed, sizes[::-1]
+        elif node.target is aten.expand.default:
+            is_expanded = True
+        elif node.target not in SAME_ORDER and node.target is not aten.clone.default:
+            return None
+        node = source
+        shape = shape_of(node)
+        if len(shape) < 2 or not all(map(is_same, shape[-2:], sizes)):
+            return None
+        if len(shape) == 2:
+            return (node, transposed) if is_expanded else None
+    return None
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The node under all views and permutes: what is read from memory."""
     while node.op == "call_function" and (node.target in SAME_ORDER or node.target in PERMUTES):

@@ -91,6 +91,33 @@ def test_autocast_with_float32_parameters(recipe, bias):
         assert want.dtype == got.dtype and torch.equal(want, got)
 
 
+@pytest.mark.parametrize("recipe", PARAMS)
+def test_autocast_of_weights_that_are_no_bare_parameters(recipe):
+    """A part of a parameter, what is computed from one, an einsum's: none is rounded to bfloat16 first."""
+    weight = nn.Parameter(randn(64, 32, dtype=torch.float32, grad=False))
+
+    def layers(x, mm):
+        first = mm(x, weight[:48].t())
+        second = mm(x, (weight * 0.3).t())
+        return first, second
+
+    def by_einsum(x):
+        return torch.einsum("mk,nk->mn", x, weight[:48]), torch.einsum("mk,kn->mn", x, (weight * 0.3).t())
+
+    def results(f):
+        x = randn(16, 32, dtype=torch.float32)
+        weight.grad = None
+        with torch.autocast("cpu", bf16):
+            ys = f(x)
+        torch.autograd.backward(ys, [randn(*y.shape, grad=False, seed=7) for y in ys])
+        return [*(y.detach() for y in ys), x.grad, weight.grad]
+
+    want = results(lambda x: layers(x, lambda a, b: product(a.to(bf16), b, recipe)))
+    for f in (lambda x: layers(x, torch.matmul), by_einsum):
+        for a, b in zip(want, results(compiled(f, recipe=recipe)), strict=True):
+            assert torch.equal(a, b)
+
+
 class Mlp(nn.Module):
     """Two layers that share their input, one that reads their product; norm and residual around."""
 

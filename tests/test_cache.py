@@ -158,6 +158,17 @@ def test_names_in_checkpointed_regions_are_in_the_key():
     assert key(Net("a")).uuid == key(Net("a")).uuid != key(Net("b")).uuid
 
 
+def test_which_inputs_are_parameters_is_in_the_key():
+    """It decides which operand of a matmul is the weight, and the graphs of these two are equal."""
+
+    def layer(weight):
+        return lambda x: F.linear(x, weight * 0.5)
+
+    parameter = nn.Parameter(randn(48, 32, grad=False))
+    tensor = parameter.detach().clone().requires_grad_()
+    assert key(layer(parameter)).uuid == key(layer(parameter)).uuid != key(layer(tensor)).uuid
+
+
 def test_a_filter_function_is_not_cacheable_unless_it_says_what_it_is():
     def keep(fqn, gemm):
         return True

@@ -54,6 +54,17 @@ def test_dynamic_true_gives_the_bits_of_static(recipe):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+def test_a_feature_size_that_a_weight_fixes():
+    """It stays symbolic in the forward and is a number in the gradients."""
+    weight = nn.Parameter(randn(16, 48, grad=False))
+    f8 = compiled(lambda x: x[..., : x.shape[-1] // 2] @ weight, dynamic=True)
+    with recording() as reports:
+        f8(randn(2, 8, 32)).sum().backward()
+    assert {(d.role, d.reason) for d in reports[0].decisions} == {
+        (role, "converted") for role in ("output", "grad_input", "grad_weight")
+    }
+
+
 def test_dynamic_sequence_and_batch():
     f8 = compiled(linear(), dynamic=True)
     with recording() as reports:

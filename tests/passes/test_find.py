@@ -189,6 +189,65 @@ def test_attention_is_left_with_its_reason(batch, heads):
     assert {u.reason for u in found.unmatched} == {"batched matmul of two activations"}
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [lambda w: w * 0.5, lambda w: w[:48], lambda w: w.chunk(2)[0], lambda w: w + w.mean(1, keepdim=True)],
+)
+def test_what_is_computed_from_parameters_is_a_weight(compute):
+    """Also where what it is multiplied with is an input of the graph, and so could be one."""
+    weight = nn.Parameter(randn(96, 32, grad=False))
+    x = randn(16, 32)
+    report = report_of(lambda x: F.linear(x, compute(weight)), x, recipe="rowwise_with_gw_hp")
+    n = compute(weight).shape[0]
+    assert {(d.role, d.m, d.k, d.n, d.converted) for d in report.decisions} == {
+        ("output", 16, 32, n, True),
+        ("grad_input", 16, n, 32, True),
+        ("grad_weight", n, 16, 32, False),
+    }
+
+
+def test_an_einsum_with_a_computed_weight_is_a_layer():
+    """It arrives as a batched matmul of one, as attention of one head does."""
+    weight = nn.Parameter(randn(4, 32, 48, grad=False))
+    report = report_of(lambda x: torch.einsum("bshd,hdn->bsn", x, weight * 0.5), randn(2, 16, 4, 32))
+    assert {(d.role, d.reason) for d in report.decisions} == {
+        (role, "converted") for role in ("output", "grad_input", "grad_weight")
+    }
+
+
+def test_attention_of_learned_queries_is_no_layer():
+    """One batch and one head of them: the queries are computed from parameters alone."""
+    tokens, weight = (nn.Parameter(randn(*shape, grad=False)) for shape in ((16, 32), (32, 32)))
+
+    def attention(k):
+        return torch.softmax((tokens @ weight).mul(0.2)[None] @ k.tanh().mT, -1)
+
+    report = report_of(attention, randn(1, 24, 32))
+    wanted = {d.role: d.reason for d in report.decisions if "batched" in d.reason}
+    assert wanted == dict.fromkeys(("output", "grad_input"), "batched matmul of two activations")
+    assert sum(d.converted for d in report.decisions) == 3  # tokens @ weight and its gradients
+
+
+def test_a_weight_on_the_left_is_still_one():
+    """And what it is multiplied with an activation, computed or not."""
+    weight = nn.Parameter(randn(48, 16, grad=False))
+    for act in (lambda x: x, torch.tanh):
+        report = report_of(lambda x, act=act: weight @ act(x), randn(16, 32), recipe="rowwise_with_gw_hp")
+        kept = [(d.role, d.m, d.k, d.n) for d in report.decisions if not d.converted]
+        assert kept == [("grad_weight", 48, 32, 16)]
+
+
+def test_one_input_of_two_layers_has_its_gradients():
+    """One of the weights is computed, the other is not; rowwise."""
+    weight = nn.Parameter(randn(64, 32, grad=False))
+    report = report_of(
+        lambda x: F.linear(x, weight[:48]).sum(1) + F.linear(x, weight).sum(1),
+        randn(16, 32),
+        recipe="rowwise",
+    )
+    assert {d.reason for d in report.decisions} == {"converted"} and len(report.decisions) == 6
+
+
 def test_a_sliced_operand_is_not_traced_past_the_slice():
     found = found_in(lambda x, w: F.linear(x[:, :32], w), randn(16, 64), randn(48, 32))
     output = next(g for g in found.gemms if g.role == "output")

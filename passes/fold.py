@@ -1,0 +1,131 @@
+"""Pass 0, *fold*: batches that are multiplied by one matrix become one matmul.
+
+PyTorch multiplies ``[b, m, k]`` by ``[k, n]`` as one ``[b * m, k]`` matrix, unless that would copy the input and the
+matrix needs no gradient (``should_fold`` in ``aten/src/ATen/native/LinearAlgebra.cpp``). Then the matrix is expanded
+over the batch: a frozen layer on ``x.transpose(0, 1)`` or ``x[:, 1:]`` arrives as a ``bmm``, and so does its input
+gradient. A float8 cast copies its input anyway, so the reason for the ``bmm`` is gone::
+
+    bmm(x, expand(w, [b, k, n]))   ->   view(mm(view(x, [b * m, k]), w), [b, m, n])
+
+The matrix is a *weight*: a 2-D input of the graph, or computed from parameters alone. What else is expanded over a
+batch may be attention, the keys of one head for the queries of all.
+
+Nobody gains by this in high precision. So the ``bmm`` stays in the graph, unused, until it is known which of the
+new matmuls are converted; :meth:`Folded.undo` leaves the graph as it was to the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from . import fqn
+from .operand import CASTS, PERMUTES, SAME_ORDER, base_of, is_same, repeated_matrix, shape_of
+from .parameters import of_parameters
+from .rewrite import MARKS, Inserter, Provenance, erase_unused
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Folded:
+    """One matmul in place of a batched one.
+
+    Attributes:
+        bmm: the batched one; nothing reads it.
+        mm: the other.
+        result: what is read instead, of the shape of ``bmm``.
+    """
+
+    bmm: fx.Node
+    mm: fx.Node
+    result: fx.Node
+
+    def undo(self) -> None:
+        """The batched matmul is read again, and the other is gone."""
+        self.result.replace_all_uses_with(self.bmm)
+        erase_unused(self.bmm.graph, self.result)
+
+    def finish(self) -> None:
+        """The batched matmul is gone, and what expanded its weight."""
+        _erase(self.bmm)
+
+
+class Fold:
+    """Puts matmuls in place of batched ones, in place."""
+
+    def __call__(self, graph: fx.Graph) -> list[Folded]:
+        batched = graph.find_nodes(op="call_function", target=aten.bmm.default)
+        if not batched:
+            return []
+        self.weights = of_parameters(graph)
+        # inputs as matrices: layers that read one input, or one gradient, are to be seen to
+        self.flat: dict[Hashable, fx.Node] = {}
+        return [folded for node in batched if (folded := self._fold(graph, node)) is not None]
+
+    def _fold(self, graph: fx.Graph, bmm: fx.Node) -> Folded | None:
+        x, expanded = bmm.args
+        assert isinstance(x, fx.Node) and isinstance(expanded, fx.Node)
+        found = repeated_matrix(expanded)
+        if is_same(shape_of(bmm)[0], 1) or found is None or not self._is_weight(found[0]):
+            return None
+        weight, transposed = found
+        provenance = Provenance(bmm.name, fqn.of_node(bmm), "output", "fold")
+        insert = Inserter(graph, bmm, provenance)
+        batch = _unexpanded(x)
+        key = (batch, *(bmm.meta.get(mark) for mark in MARKS))
+        if key not in self.flat:
+            self.flat[key] = _as_matrix(insert, batch)
+        mm = insert(
+            aten.mm.default,
+            self.flat[key],
+            insert(aten.permute.default, weight, [1, 0]) if transposed else weight,
+        )
+        sizes = [insert.size(x, 0), insert.size(x, 1), insert.size(mm, 1)]
+        result = insert(aten.view.default, mm, sizes)
+        bmm.replace_all_uses_with(result)
+        return Folded(bmm, mm, result)
+
+    def _is_weight(self, matrix: fx.Node) -> bool:
+        if matrix in self.weights:
+            return True
+        node = base_of(matrix)
+        while node.target in CASTS:
+            node = base_of(node.args[0])  # type: ignore[arg-type]
+        return node.op == "placeholder" and len(shape_of(node)) == 2
+
+
+def _unexpanded(x: fx.Node) -> fx.Node:
+    """What an input is before the views of its matmul, which every layer has its own of and which change nothing."""
+    while x.op == "call_function" and (x.target in SAME_ORDER or x.target is aten.expand.default):
+        source = x.args[0]
+        assert isinstance(source, fx.Node)
+        if len(shape_of(source)) != 3 or not all(map(is_same, shape_of(source), shape_of(x))):
+            break
+        x = source
+    return x
+
+
+def _as_matrix(insert: Inserter, x: fx.Node) -> fx.Node:
+    """``[b, m, k]`` as ``[b * m, k]``."""
+    value = x.meta["val"]
+    (batch, rows, _), strides = value.shape, value.stride()
+    if not (is_same(batch, 1) or is_same(rows, 1) or is_same(strides[0], rows * strides[1])):
+        x = insert(aten.clone.default, x, memory_format=torch.contiguous_format)
+    together = batch * rows if isinstance(batch, int) and isinstance(rows, int) else -1
+    return insert(aten.view.default, x, [together, insert.size(x, 2)])
+
+
+def _erase(node: fx.Node) -> None:
+    """Erases what nothing reads: a node, and the movements that led to it alone."""
+    if node.users or node.op != "call_function":
+        return
+    if node.target not in (aten.bmm.default, aten.expand.default, *SAME_ORDER, *PERMUTES):
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        _erase(source)
