@@ -49,6 +49,7 @@ from .concatenations import Concatenations
 from .describe import describe
 from .find import Find, Found, backward_nodes
 from .fold import Fold
+from .gemm import Gemm
 from .materialize import Materialize
 from .merge import Merge
 from .one_read import OneRead
@@ -193,24 +194,27 @@ class Pipeline:
         the one in its place, so all are looked at again.
         """
         folded = {each.mm: each for each in run("fold", self.fold, graph)}
-        kept: dict[fx.Node, Skip] = {}
+        left: dict[fx.Node, Skip] = {}
+        layers: dict[fx.Node, Gemm] = {}
         while True:
-            found = run("find", self.find, graph)
-            unread = {each.bmm for each in folded.values()}
-            found.unmatched = [each for each in found.unmatched if each.node not in unread]
-            choices = [
-                kept.get(choice.gemm.node, choice) for choice in run("select", self.select, found, cached)
-            ]
+            done = {*(each.bmm for each in folded.values()), *(left.keys() - layers.keys())}
+            found = run("find", self.find, graph, done, layers)
+            choices = run("select", self.select, found, cached)
             skips = [c for c in choices if isinstance(c, Skip) and c.gemm.node in folded]
             if not skips:
                 break
             for skip in skips:
                 undone = folded.pop(skip.gemm.node)
                 undone.undo()
-                kept[undone.bmm] = replace(skip, gemm=replace(skip.gemm, node=undone.bmm))
+                if isinstance(skip.gemm, Gemm):  # else the batched one has a reason of its own
+                    gemm = replace(skip.gemm, node=undone.bmm)
+                    left[undone.bmm] = replace(skip, gemm=gemm)
+                    if gemm.role == "output":
+                        layers[undone.bmm] = gemm = replace(gemm, layer=undone.bmm)
         for each in folded.values():
             each.finish()
-        return found, choices
+        found.gemms += layers.values()
+        return found, [*choices, *left.values()]
 
     def rewritten(self, graph: fx.Graph) -> GraphReport:
         """The report on a graph that earlier passes have rewritten: all matmuls stay as they are."""

@@ -8,8 +8,8 @@ recipe needs to know is recovered here:
   one tensor are seen as one (:mod:`passes.operand`). A *weight* is also traced through the cast
   that autocast puts between a float32 parameter and its matmul: the recipe quantizes the
   parameter, or what is computed from it, not the bfloat16 rounding (torchao does the same). The weight
-  is what is computed from parameters alone (:mod:`passes.parameters`), else an input of the graph, else the
-  right operand;
+  is what is computed from parameters alone (:mod:`passes.parameters`); where neither operand is, an input
+  of the graph; the right operand where that does not tell;
 * **role**: a matmul that does not depend on the tangents computes an ``output``. One that does
   shares its other operand with the forward matmul it differentiates: if that is the forward's
   weight it computes ``grad_input``, if it is the input, ``grad_weight``;
@@ -23,8 +23,9 @@ just as it can be a gradient of ``x``, and an e5m2 cast in a forward is worse th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from f8fx.torch_private import size_hint
 
 from . import fqn
 from .gemm import Gemm, Operand, Size, Unmatched
-from .operand import CASTS, base_of, flat_base, is_same, repeated_matrix, shape_of, trace
+from .operand import CASTS, base_of, flat_base, input_of, is_same, repeated_matrix, shape_of, trace
 from .parameters import is_marked, of_parameters
 
 aten = torch.ops.aten
@@ -45,6 +46,7 @@ _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default:
 _BATCHED = "batched matmul of two activations"
 _BATCHED_WEIGHT = "batched matmul with a weight for each batch"
 _BATCHED_MATRIX = "batched matmul with one matrix"
+_BATCHED_GRADIENT = "batched gradient of one matrix"
 #: Matmuls that are seen, and left, with the reason.
 _LEFT = {
     aten.baddbmm.default: _BATCHED,
@@ -84,8 +86,20 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 class Find:
     """Collects the matmuls of a joint or inference graph."""
 
-    def __call__(self, graph: fx.Graph) -> Found:
-        return _Walk(graph).run()
+    def __call__(
+        self,
+        graph: fx.Graph,
+        folded: Collection[fx.Node] = (),
+        layers: Mapping[fx.Node, Gemm] = MappingProxyType({}),
+    ) -> Found:
+        """The matmuls.
+
+        Args:
+            folded: batched matmuls that another stands in place of, which nothing reads (:mod:`passes.fold`).
+            layers: batched matmuls of forwards that were seen as one and are left: they are not collected again, but
+                their gradients are known by them.
+        """
+        return _Walk(graph, folded, layers).run()
 
 
 @dataclass(frozen=True)
@@ -95,10 +109,12 @@ class _Traced:
 
 
 class _Walk:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, folded: Collection[fx.Node], layers: Mapping[fx.Node, Gemm]) -> None:
         self.graph = graph
+        self.folded = folded
+        self.layers = layers
         self.backward = backward_nodes(graph)
-        self.weights = of_parameters(graph)
+        self.of_parameters = of_parameters(graph)
         self.found = Found()
         # one node stands for all 2-D views of the same elements
         self.representatives: dict[Hashable, fx.Node] = {}
@@ -111,7 +127,11 @@ class _Walk:
         for node in self.graph.nodes:
             if node.op != "call_function":
                 continue
-            if node.target in _LEFT:
+            if node in self.folded:
+                self.batched[node.meta.get("seq_nr", -1)] = _BATCHED_GRADIENT
+            elif node in self.layers:
+                self._left_layer(self.layers[node])
+            elif node.target in _LEFT:
                 reason = _LEFT[node.target]
                 self._leave(node, self._batched(node) if reason == _BATCHED else reason)
             elif node.target in _GEMMS:
@@ -142,14 +162,14 @@ class _Walk:
         *batch, _, _ = shape_of(source)  # an einsum's has size-1 dimensions in front
         if source.meta["val"].dtype != torch.float32 or not all(is_same(size, 1) for size in batch):
             return traced
-        if not self._is_weight(source):
+        if source not in self.of_parameters.all and not _is_input(source):
             return traced
         inner = self._trace(source)
         return _Traced(inner.node, inner.transposed ^ traced.transposed)
 
     def _forward_gemm(self, node: fx.Node) -> None:
         left, right = (self._trace(operand) for operand in self._operands(node))
-        if self._is_left_the_weight(left.node, right.node):
+        if self._is_the_weight(left.node, right.node):
             kinds: tuple[OperandKind, OperandKind] = ("weight", "input")
             left = self._through_cast(left)
         else:
@@ -163,15 +183,23 @@ class _Walk:
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
 
-    def _is_left_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
-        """Parameters and what is computed from them are weights; of two other tensors, an input of the graph."""
-        known = (left in self.weights, right in self.weights)
-        if any(known) and not all(known):
-            return known[0]
-        return _is_parameter(left) and not _is_parameter(right)
+    def _left_layer(self, gemm: Gemm) -> None:
+        """What the gradient of a batched matmul with one matrix is known by: that matrix."""
+        found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
+        assert found is not None
+        matrix = self._through_cast(self._trace(found[0]))
+        self.readers[matrix.node].append((gemm, "weight"))
+        self.batched[gemm.node.meta.get("seq_nr", -1)] = _BATCHED_GRADIENT
+
+    def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
+        """Whether the left operand is, and not the right one."""
+        known = [side in self.of_parameters.all for side in (left, right)]
+        if not any(known):
+            known = [_is_input(side) for side in (left, right)]
+        return known == [True, False]
 
     def _is_weight(self, node: fx.Node) -> bool:
-        return node in self.weights or _is_parameter(node)
+        return node in self.of_parameters.weights or _is_input(node)
 
     def _batched(self, node: fx.Node) -> str:
         """Why a batched matmul is left: a gradient as the forward matmul whose sequence number it has."""
@@ -179,11 +207,11 @@ class _Walk:
         if layer in self.batched and self._is_backward(node):
             return self.batched[layer]
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
-        weights = [_input_of(side) for side in sides]
+        weights = [input_of(side) for side in sides]
         if any(weight is not None and is_marked(weight) for weight in weights):
             reason = _BATCHED_WEIGHT
         else:
-            is_one = not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))
+            is_one = not is_same(shape_of(node)[0], 1) and any(map(_is_one_matrix, sides))
             reason = _BATCHED_MATRIX if is_one else _BATCHED
         if layer is not None:
             self.batched[layer] = reason
@@ -279,6 +307,8 @@ class _Walk:
             shape = shape_of(node)
             m, k, n = (shape[-2] if len(shape) > 1 else 1), -1, shape[-1] if shape else 1
         role: Role = "grad_input" if node in self.backward else "output"
+        if reason == _BATCHED_GRADIENT:
+            role = "grad_weight"
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
 
 
@@ -293,17 +323,18 @@ def _sorted(sizes: Sequence[Size]) -> list[str]:
     return sorted(str(size if hint is None else hint) for size, hint in zip(sizes, hints, strict=True))
 
 
-def _is_parameter(node: fx.Node) -> bool:
+def _is_input(node: fx.Node) -> bool:
     """Whether a tensor is an input of the graph, at most viewed, permuted, copied or cast."""
-    return _input_of(node) is not None
+    return input_of(node) is not None
 
 
-def _input_of(node: Any) -> fx.Node | None:
-    """The input of the graph that a tensor is, at most viewed, permuted, copied or cast."""
-    node = base_of(node)
-    while node.target in CASTS or node.target is aten.clone.default or node.target in ops.MARKERS:
-        node = base_of(node.args[0])
-    return node if node.op == "placeholder" else None
+def _is_one_matrix(batched: fx.Node) -> bool:
+    """Whether it is one matrix over and over, or a parameter that is expanded."""
+    if repeated_matrix(batched) is not None:
+        return True
+    node = base_of(batched)
+    source = input_of(node.args[0]) if node.target is aten.expand.default else None  # type: ignore[arg-type]
+    return source is not None and is_marked(source)
 
 
 def _identity(node: fx.Node) -> Hashable:
@@ -316,6 +347,10 @@ def _identity(node: fx.Node) -> Hashable:
 def _is_fused(node: fx.Node) -> bool:
     """Whether the kernel that writes a tensor is one that an amax can ride in."""
     node = flat_base(node)
+    provenance = node.meta.get("f8fx")
+    if node.target is aten.clone.default and provenance is not None and provenance.inserted_by == "fold":
+        # that copy is the cast's
+        return _is_fused(base_of(node.args[0]))  # type: ignore[arg-type]
     if node.op != "call_function" or node.target in _COMPUTE:
         return False
     tags = getattr(node.target, "tags", ())

@@ -7,8 +7,8 @@ gradient. A float8 cast copies its input anyway, so the reason for the ``bmm`` i
 
     bmm(x, expand(w, [b, k, n]))   ->   view(mm(view(x, [b * m, k]), w), [b, m, n])
 
-The matrix is a *weight*: a 2-D input of the graph, or computed from parameters alone. What else is expanded over a
-batch may be attention, the keys of one head for the queries of all.
+The matrix is a *weight*: a parameter, or computed from parameters alone; where no parameter is known, a 2-D input of
+the graph. What else is expanded over a batch may be attention, the keys of one head for the queries of all.
 
 Nobody gains by this in high precision. So the ``bmm`` stays in the graph, unused, until it is known which of the
 new matmuls are converted; :meth:`Folded.undo` leaves the graph as it was to the node.
@@ -22,8 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from f8fx.recipe import Role
+
 from . import fqn
-from .operand import CASTS, PERMUTES, SAME_ORDER, base_of, is_same, repeated_matrix, shape_of
+from .find import backward_nodes
+from .operand import PERMUTES, SAME_ORDER, input_of, is_same, repeated_matrix, shape_of
 from .parameters import of_parameters
 from .rewrite import MARKS, Inserter, Provenance, erase_unused
 
@@ -61,20 +64,27 @@ class Fold:
         batched = graph.find_nodes(op="call_function", target=aten.bmm.default)
         if not batched:
             return []
-        self.weights = of_parameters(graph)
+        walk = _Walk(graph)
+        return [folded for node in batched if (folded := walk.fold(node)) is not None]
+
+
+class _Walk:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.weights = of_parameters(graph).weights
+        self.backward = backward_nodes(graph)
         # inputs as matrices: layers that read one input, or one gradient, are to be seen to
         self.flat: dict[Hashable, fx.Node] = {}
-        return [folded for node in batched if (folded := self._fold(graph, node)) is not None]
 
-    def _fold(self, graph: fx.Graph, bmm: fx.Node) -> Folded | None:
+    def fold(self, bmm: fx.Node) -> Folded | None:
         x, expanded = bmm.args
         assert isinstance(x, fx.Node) and isinstance(expanded, fx.Node)
         found = repeated_matrix(expanded)
         if is_same(shape_of(bmm)[0], 1) or found is None or not self._is_weight(found[0]):
             return None
         weight, transposed = found
-        provenance = Provenance(bmm.name, fqn.of_node(bmm), "output", "fold")
-        insert = Inserter(graph, bmm, provenance)
+        role: Role = "grad_input" if bmm in self.backward else "output"
+        insert = Inserter(self.graph, bmm, Provenance(bmm.name, fqn.of_node(bmm), role, "fold"))
         batch = _unexpanded(x)
         key = (batch, *(bmm.meta.get(mark) for mark in MARKS))
         if key not in self.flat:
@@ -90,12 +100,11 @@ class Fold:
         return Folded(bmm, mm, result)
 
     def _is_weight(self, matrix: fx.Node) -> bool:
-        if matrix in self.weights:
-            return True
-        node = base_of(matrix)
-        while node.target in CASTS:
-            node = base_of(node.args[0])  # type: ignore[arg-type]
-        return node.op == "placeholder" and len(shape_of(node)) == 2
+        if self.weights:
+            return matrix in self.weights
+        # nobody told what is a parameter
+        source = input_of(matrix)
+        return source is not None and len(shape_of(source)) == 2
 
 
 def _unexpanded(x: fx.Node) -> fx.Node:
@@ -113,7 +122,7 @@ def _as_matrix(insert: Inserter, x: fx.Node) -> fx.Node:
     """``[b, m, k]`` as ``[b * m, k]``."""
     value = x.meta["val"]
     (batch, rows, _), strides = value.shape, value.stride()
-    if not (is_same(batch, 1) or is_same(rows, 1) or is_same(strides[0], rows * strides[1])):
+    if not (is_same(rows, 1) or is_same(strides[0], rows * strides[1])):
         x = insert(aten.clone.default, x, memory_format=torch.contiguous_format)
     together = batch * rows if isinstance(batch, int) and isinstance(rows, int) else -1
     return insert(aten.view.default, x, [together, insert.size(x, 2)])

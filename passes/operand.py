@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from f8fx import ops
 from f8fx.torch_private import is_collective
 
 aten = torch.ops.aten
@@ -193,6 +194,14 @@ def repeated_matrix(expanded: fx.Node) -> tuple[fx.Node, bool] | None:
         if len(shape) == 2:
             return (node, transposed) if is_expanded else None
     return None
+
+
+def input_of(node: fx.Node) -> fx.Node | None:
+    """The input of the graph that a tensor is, at most viewed, permuted, copied or cast."""
+    node = base_of(node)
+    while node.target in CASTS or node.target is aten.clone.default or node.target in ops.MARKERS:
+        node = base_of(node.args[0])  # type: ignore[arg-type]
+    return node if node.op == "placeholder" else None
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -7,19 +7,31 @@ is known to be a parameter.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from f8fx.torch_private import input_position
+from f8fx.torch_private import input_position, is_higher_order, is_operator
+
+from .operand import is_same, shape_of
+
+aten = torch.ops.aten
 
 #: Key in the metadata of placeholders that are known to be parameters, not only inputs.
 _PARAMETER = "f8fx_parameter"
 
-_PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
+#: Operators that contract: what they give is a weight only as an exception (``w + b @ a``), and often data.
+_CONTRACTIONS = frozenset(
+    (
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
+        *("convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    )
 )
+#: Libraries of operators whose names tell what they do.
+_KNOWN = frozenset(("aten", "prims", "f8fx", "_c10d_functional", "_c10d_functional_autograd"))
 
 
 def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
@@ -28,7 +40,7 @@ def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def mark_parameters(graph: fx.Graph, positions: Collection[int]) -> None:
-    """Notes on the placeholders which are parameters.
+    """Notes on the placeholders which are parameters, or parts of one that is a tensor subclass.
 
     Args:
         positions: those of parameters among the inputs of the Dynamo graph that the graph was made of.
@@ -43,18 +55,51 @@ def is_marked(node: fx.Node) -> bool:
     return _PARAMETER in node.meta
 
 
-def of_parameters(graph: fx.Graph) -> set[fx.Node]:
-    """Parameters, and what is computed from nothing else but by matmuls: ``w * 0.5``, ``w[:48]``.
+@dataclass
+class OfParameters:
+    """What is computed from parameters alone.
 
-    The product of two parameters can be a weight, or the queries of learned tokens.
+    A parameter that is repeated over a batch is none of these: it is data, as learned tokens are.
+
+    Attributes:
+        weights: parameters, and what is computed from them without a contraction: ``w * 0.5``, ``w[:48]``. The
+            product of two parameters can be a weight, or the queries of learned tokens.
+        all: with those.
     """
-    found: set[fx.Node] = set()
+
+    weights: set[fx.Node] = field(default_factory=set)
+    all: set[fx.Node] = field(default_factory=set)
+
+
+def of_parameters(graph: fx.Graph) -> OfParameters:
+    """The nodes of a graph that depend on parameters and on nothing else."""
+    found = OfParameters()
     for node in graph.nodes:
         if node.op == "placeholder":
             if is_marked(node):
-                found.add(node)
-        elif node.op == "call_function" and node.target not in _PRODUCTS:
+                found.weights.add(node)
+                found.all.add(node)
+        elif node.op == "call_function":
             sources = node.all_input_nodes
-            if sources and all(source in found for source in sources):
-                found.add(node)
+            if not sources or any(source not in found.all for source in sources) or _is_repeated(node):
+                continue
+            found.all.add(node)
+            if not _may_contract(node.target) and all(source in found.weights for source in sources):
+                found.weights.add(node)
     return found
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    if node.target not in (aten.expand.default, aten.repeat.default):
+        return False
+    before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
+    added = len(after) - len(before)
+    return not all(map(is_same, (1,) * added + before, after))
+
+
+@lru_cache(maxsize=256)
+def _may_contract(target: Any) -> bool:
+    if not is_operator(target):
+        return is_higher_order(target)
+    name = target.overloadpacket.__name__
+    return target.namespace not in _KNOWN or name in _CONTRACTIONS or name.startswith("_scaled_dot_product_")

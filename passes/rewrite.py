@@ -36,6 +36,7 @@ _PROVENANCE = (
     "original_aten",
     "from_node",
     "partitioner_tag",
+    "autograd_backward",
     *MARKS,
     "memory_budget",
 )

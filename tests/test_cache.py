@@ -46,7 +46,7 @@ torch.manual_seed(0)
 ran = []
 from f8fx.passes import Find
 original = Find.__call__
-Find.__call__ = lambda self, graph: (ran.append(1), original(self, graph))[1]
+Find.__call__ = lambda self, *args: (ran.append(1), original(self, *args))[1]
 model = torch.compile(Net(), backend="f8fx", options={"select": "all", "strict": True, **options})
 x = torch.ones(16, 32, dtype=torch.bfloat16).div_(3).requires_grad_()
 weight = torch.randn(48, 32).to(torch.bfloat16).requires_grad_()

@@ -353,7 +353,7 @@ from torch._dynamo.utils import counters
 from f8fx.passes import Find
 ran = []
 original = Find.__call__
-Find.__call__ = lambda self, graph: (ran.append(1), original(self, graph))[1]
+Find.__call__ = lambda self, *args: (ran.append(1), original(self, *args))[1]
 torch.manual_seed(0)
 model = nn.Linear(32, 48).to(torch.bfloat16)
 f8 = torch.compile(model, backend=f8fx.f8fx, options={"select": "all", "strict": True, "weights": "cached"})

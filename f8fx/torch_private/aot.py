@@ -32,8 +32,16 @@ else:
 
 
 def input_position(placeholder: fx.Node) -> int | None:
-    """Which input of Dynamo's graph a placeholder of AOTAutograd's stands for (``meta["desc"]``), where it is one."""
-    return getattr(placeholder.meta.get("desc"), "idx", None)
+    """Which input of Dynamo's graph a placeholder of AOTAutograd's is, or is a part of (``meta["desc"]``).
+
+    A tensor subclass arrives as the tensors in it. Sizes, tangents and what else AOTAutograd adds are no input.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+
+    described = placeholder.meta.get("desc")
+    while isinstance(described, SubclassGetAttrAOTInput):
+        described = described.base
+    return described.idx if isinstance(described, PlainAOTInput) else None
 
 
 _PARTITIONING = threading.Lock()

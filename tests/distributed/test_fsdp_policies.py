@@ -110,6 +110,38 @@ def frozen():
     assert_same(*results)
 
 
+class Latents(nn.Module):
+    """Learned tokens, the same for each of a batch, through a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Parameter(torch.randn(1, 16, 64))
+        self.layer = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.layer(self.tokens.expand(x.shape[0], -1, -1)) * x
+
+
+def learned_tokens():
+    """Parameters that are no weights, beside one that arrives in float8."""
+    for recipe in ("tensorwise", "rowwise_with_gw_hp"):
+        results = []
+        for float8 in (False, True):
+            torch.manual_seed(0)
+            model = Latents().to(bf16)
+            if float8:
+                enable_float8_all_gather(model, recipe)
+            torch._dynamo.reset()
+            model.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe})
+            fully_shard(model, mesh=world_mesh())
+            with f8fx.recording() as reports:
+                loss_of(model(batch(0)[:2, None])).backward()
+            (report,) = reports
+            assert not report.warnings, report.warnings
+            results.append({name: whole(p.grad) for name, p in model.named_parameters()})
+        assert_same(*results, recipe)
+
+
 def not_a_number():
     """A NaN or an infinity in one rank's shard reaches what it reaches with high-precision gathers."""
     for value, owner in ((torch.nan, 0), (torch.nan, 1), (torch.inf, 1)):
@@ -286,6 +318,7 @@ def test_two_ranks():
             checkpointing_saves_what_bf16_saves,
             checkpointing_of_the_whole_model,
             not_a_number,
+            learned_tokens,
             evaluated_in_inference_mode,
         ],
     )

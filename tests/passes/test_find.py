@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import f8fx
 from f8fx.passes import Find, fqn
@@ -226,6 +227,66 @@ def test_attention_of_learned_queries_is_no_layer():
     wanted = {d.role: d.reason for d in report.decisions if "batched" in d.reason}
     assert wanted == dict.fromkeys(("output", "grad_input"), "batched matmul of two activations")
     assert sum(d.converted for d in report.decisions) == 3  # tokens @ weight and its gradients
+
+
+@pytest.mark.parametrize("given", ["parameter", "tensor", "two tensors"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_learned_tokens_are_an_input(given, batch):
+    """Whatever the weight they meet is: a parameter, an input of the graph, a subclass that arrives as its parts."""
+    if given == "tensor" and batch == 1:
+        pytest.skip("a parameter and an input of the graph: nothing tells which is the weight")
+    tokens, value = nn.Parameter(randn(1, 16, 32, grad=False)), randn(48, 32, grad=False)
+    weight = {
+        "parameter": lambda: nn.Parameter(value),
+        "tensor": lambda: value.requires_grad_(),
+        "two tensors": lambda: nn.Parameter(TwoTensor(value, value.clone())),
+    }[given]()
+
+    def layer(weight, x):
+        return F.linear(tokens.expand(batch, -1, -1) * 1.5, weight) + x[0]
+
+    def of_its_own(x):
+        return layer(weight, x)
+
+    x = randn(1, grad=False)
+    called = (layer, weight, x) if given == "tensor" else (of_its_own, x)
+    report = report_of(*called, recipe="rowwise_with_gw_hp", debug=False)
+    m = 16 * batch
+    assert {(d.role, d.m, d.k, d.n, d.converted) for d in report.decisions} == {
+        ("output", m, 32, 48, True),
+        ("grad_input", m, 48, 32, True),
+        ("grad_weight", 48, m, 32, False),
+    }
+
+
+@pytest.mark.parametrize("compute", [lambda w: w[:48], lambda w: w + w[:, :16] @ w[:16]])
+def test_of_two_computed_from_parameters_the_right_one_is_the_weight(compute):
+    tokens, weight = nn.Parameter(randn(16, 32, grad=False)), nn.Parameter(randn(96, 32, grad=False))
+    n = compute(weight).shape[0]
+    report = report_of(lambda x: F.linear(tokens, compute(weight)) + x, randn(1), recipe="rowwise_with_gw_hp")
+    assert ("grad_weight", n, 16, 32, False) in {
+        (d.role, d.m, d.k, d.n, d.converted) for d in report.decisions
+    }
+
+
+def test_products_added_to_a_weight_leave_it_one():
+    """``w + b @ a``, with an input of the graph that could be the weight instead."""
+    w, a, b = (nn.Parameter(randn(*shape, grad=False)) for shape in ((48, 32), (16, 32), (48, 16)))
+    report = report_of(lambda x: F.linear(x, w + b @ a), randn(64, 32), recipe="rowwise_with_gw_hp")
+    of_x = {(d.role, d.converted) for d in report.decisions if 64 in (d.m, d.k, d.n)}
+    assert of_x == {("output", True), ("grad_input", True), ("grad_weight", False)}
+
+
+def test_the_product_of_a_parameters_features_is_no_layer():
+    """An image that is learned, as in style transfer: a convolution's result is no weight."""
+    image, kernel = (nn.Parameter(randn(*shape, grad=False)) for shape in ((1, 16, 8, 8), (32, 16, 3, 3)))
+
+    def gram(x):
+        features = F.conv2d(image, kernel, padding=1).flatten(2)
+        return torch.bmm(features, features.mT) + x
+
+    report = report_of(gram, randn(1))
+    assert {d.reason for d in report.decisions} == {"batched matmul of two activations"}
 
 
 def test_a_weight_on_the_left_is_still_one():

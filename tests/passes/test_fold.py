@@ -243,6 +243,93 @@ def test_one_is_converted_and_the_next_one_left():
         ]
 
 
+@pytest.mark.parametrize("role", ["output", "grad_input"])
+def test_one_of_a_layer_is_converted(role):
+    """A gradient is known by its forward matmul also where that is left, and the other way round."""
+    report = report_of(
+        lambda x: F.linear(x.transpose(0, 1), WEIGHT),
+        randn(4, 8, 32),
+        filter_fn=lambda name, gemm: gemm.role == role,
+    )
+    found = {d.role: (d.converted, d.reason) for d in report.decisions}
+    other = "grad_input" if role == "output" else "output"
+    assert found == {role: (True, "converted"), other: (False, "filtered")}
+
+
+def test_gradients_taken_in_the_graph_keep_their_roles():
+    """They have AOTAutograd's mark, and no tangents."""
+
+    def f(x):
+        with torch.enable_grad():
+            loss = F.linear(x.transpose(0, 1), WEIGHT).float().square().sum()
+            return torch.autograd.grad(loss, x)
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True), recording() as reports:
+        compiled(f)(randn(4, 8, 32))
+    assert [(d.role, d.reason) for d in reports[0].decisions] == [
+        ("output", "converted"),
+        ("grad_input", "converted"),
+    ]
+
+
+def test_the_copy_of_the_input_is_the_casts():
+    """No kernel writes it that an amax could ride in: a turned layer pays where a plain one does."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1024, 14336, bias=False, dtype=bf16).requires_grad_(False)
+
+        def forward(self, x):
+            return self.layer(x.transpose(0, 1) if self.turned else x)
+
+    found = []
+    for turned in (True, False):
+        with torch.device("meta"):
+            model, x = Turned(), torch.empty(1024, 4, 1024, dtype=bf16, requires_grad=True)
+        model.turned = turned
+        explanation = f8fx.explain(model, x, target="h100")
+        found.append([(row.role, row.converted, row.detail, row.speedup) for row in explanation.rows])
+    assert found[0] == found[1]
+
+
+def test_the_target_is_named_where_all_are_undone():
+    report = untouched(lambda x: F.linear(x.transpose(0, 1), WEIGHT), randn(4, 8, 32), select="auto")
+    assert report.target == "cpu"
+    assert reasons(report) == ["no float8 tensor cores on cpu"] * 2
+
+
+def test_the_gradient_of_a_weight_that_the_model_expands():
+    """The model sums it over the batch itself."""
+    weight = nn.Parameter(randn(32, 48, grad=False))
+    report = report_of(lambda x: torch.bmm(x, expanded(weight, 4)), randn(4, 16, 32))
+    assert {d.role: d.reason for d in report.decisions} == {
+        "output": "converted",
+        "grad_input": "converted",
+        "grad_weight": "batched gradient of one matrix",
+    }
+
+
+def test_keys_are_no_weight_where_parameters_are_known():
+    def attention(q, k):
+        return torch.bmm(q * WEIGHT[0], expanded(k.t(), 4))
+
+    report = report_of(attention, randn(4, 16, 32, grad=False), randn(24, 32, grad=False))
+    assert reasons(report) == ["batched matmul with one matrix"]
+
+
+def test_nothing_of_it_is_left_behind():
+    """Before anything that is dead is taken out."""
+    counts = []
+
+    def transform(graph):
+        f8fx.Options.parse({"select": "all"}).pipeline(debug=True)(graph)
+        counts.append(sum(node.target is torch.ops.aten.bmm.default for node in graph.nodes))
+
+    joint_graphs(lambda x: F.linear(x.transpose(0, 1), WEIGHT), randn(4, 8, 32), transform=transform)
+    assert counts == [0]
+
+
 def expanded(w, batch):
     return w.unsqueeze(0).expand(batch, -1, -1)
 
@@ -268,6 +355,19 @@ def expanded(w, batch):
             ((4, 32, 16), (48, 32)),
             "batched matmul with one matrix",
             id="on the left",
+        ),
+        pytest.param(
+            # sizes by which rows could be taken for the batch
+            lambda x, w: torch.bmm(x, expanded(w, 16).transpose(0, 1)),
+            ((16, 16, 16), (16, 16)),
+            "batched matmul of two activations",
+            id="expanded over rows",
+        ),
+        pytest.param(
+            lambda q, k: torch.bmm(q, k.squeeze(0).expand(4, -1, -1)),
+            ((4, 16, 32), (1, 1, 32, 24)),
+            "batched matmul of two activations",
+            id="cached keys of one head",
         ),
         pytest.param(
             lambda x, w: torch.bmm(x, w),
