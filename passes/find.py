@@ -8,8 +8,8 @@ recipe needs to know is recovered here:
   one tensor are seen as one (:mod:`passes.operand`). A *weight* is also traced through the cast
   that autocast puts between a float32 parameter and its matmul: the recipe quantizes the
   parameter, or what is computed from it, not the bfloat16 rounding (torchao does the same). The weight
-  is what is computed from parameters alone (:mod:`passes.parameters`); where neither operand is, an input
-  of the graph; the right operand where that does not tell;
+  is what is computed from parameters alone (:mod:`passes.parameters`); where no parameter is known, an
+  input of the graph; the right operand where that does not tell;
 * **role**: a matmul that does not depend on the tangents computes an ``output``. One that does
   shares its other operand with the forward matmul it differentiates: if that is the forward's
   weight it computes ``grad_input``, if it is the input, ``grad_weight``;
@@ -47,6 +47,7 @@ _BATCHED = "batched matmul of two activations"
 _BATCHED_WEIGHT = "batched matmul with a weight for each batch"
 _BATCHED_MATRIX = "batched matmul with one matrix"
 _BATCHED_GRADIENT = "batched gradient of one matrix"
+_NO_FORWARD = "no forward matmul it is the gradient of"
 #: Matmuls that are seen, and left, with the reason.
 _LEFT = {
     aten.baddbmm.default: _BATCHED,
@@ -193,10 +194,11 @@ class _Walk:
 
     def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the left operand is, and not the right one."""
-        known = [side in self.of_parameters.all for side in (left, right)]
-        if not any(known):
-            known = [_is_input(side) for side in (left, right)]
-        return known == [True, False]
+        parameters = self.of_parameters.all
+        if left in parameters or right in parameters:
+            return right not in parameters
+        # where parameters are known, any other input is data
+        return not parameters and _is_input(left) and not _is_input(right)
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node in self.of_parameters.weights or _is_input(node)
@@ -207,12 +209,13 @@ class _Walk:
         if layer in self.batched and self._is_backward(node):
             return self.batched[layer]
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
-        weights = [input_of(side) for side in sides]
-        if any(weight is not None and is_marked(weight) for weight in weights):
+        parameters = [found for found in map(_expanded_parameter, sides) if found is not None]
+        if any(not _is_matrix(found) for found in parameters):
             reason = _BATCHED_WEIGHT
+        elif not is_same(shape_of(node)[0], 1) and (parameters or any(map(repeated_matrix, sides))):
+            reason = _BATCHED_MATRIX
         else:
-            is_one = not is_same(shape_of(node)[0], 1) and any(map(_is_one_matrix, sides))
-            reason = _BATCHED_MATRIX if is_one else _BATCHED
+            reason = _BATCHED
         if layer is not None:
             self.batched[layer] = reason
         return reason
@@ -230,8 +233,8 @@ class _Walk:
         is_grad = [side in self.backward for side in sides]
         if not any(is_grad):  # told by its mark alone: the side that no forward matmul reads
             is_grad = [self._trace(side).node not in self.readers for side in sides]
-            if not any(is_grad):
-                self._leave(node, "no forward matmul it is the gradient of")
+            if is_grad[0] == is_grad[1]:
+                self._leave(node, _NO_FORWARD)
                 return
         if all(is_grad):
             self._leave(node, "both operands are gradients")
@@ -245,9 +248,7 @@ class _Walk:
             match = self._forward_of(node, through)
             if match is None:
                 batched = node.target is aten.bmm.default
-                self._leave(
-                    node, self._batched(node) if batched else "no forward matmul it is the gradient of"
-                )
+                self._leave(node, self._batched(node) if batched else _NO_FORWARD)
                 return
             traced[other] = through
         forward, kind = match
@@ -306,7 +307,7 @@ class _Walk:
         else:
             shape = shape_of(node)
             m, k, n = (shape[-2] if len(shape) > 1 else 1), -1, shape[-1] if shape else 1
-        role: Role = "grad_input" if node in self.backward else "output"
+        role: Role = "grad_input" if self._is_backward(node) else "output"
         if reason == _BATCHED_GRADIENT:
             role = "grad_weight"
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
@@ -328,13 +329,17 @@ def _is_input(node: fx.Node) -> bool:
     return input_of(node) is not None
 
 
-def _is_one_matrix(batched: fx.Node) -> bool:
-    """Whether it is one matrix over and over, or a parameter that is expanded."""
-    if repeated_matrix(batched) is not None:
-        return True
+def _expanded_parameter(batched: fx.Node) -> fx.Node | None:
+    """The parameter that an operand of a batched matmul is, at most expanded on its way."""
     node = base_of(batched)
-    source = input_of(node.args[0]) if node.target is aten.expand.default else None  # type: ignore[arg-type]
-    return source is not None and is_marked(source)
+    if node.target is aten.expand.default:
+        node = node.args[0]  # type: ignore[assignment]
+    source = input_of(node)
+    return source if source is not None and is_marked(source) else None
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    return all(is_same(size, 1) for size in shape_of(node)[:-2])
 
 
 def _identity(node: fx.Node) -> Hashable:

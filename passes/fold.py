@@ -28,7 +28,7 @@ from . import fqn
 from .find import backward_nodes
 from .operand import PERMUTES, SAME_ORDER, input_of, is_same, repeated_matrix, shape_of
 from .parameters import of_parameters
-from .rewrite import MARKS, Inserter, Provenance, erase_unused
+from .rewrite import MARKS, Inserter, Provenance, erase_unused, take_over
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class Folded:
 
     def undo(self) -> None:
         """The batched matmul is read again, and the other is gone."""
-        self.result.replace_all_uses_with(self.bmm)
+        take_over(self.result, self.bmm)
         erase_unused(self.bmm.graph, self.result)
 
     def finish(self) -> None:
@@ -96,7 +96,7 @@ class _Walk:
         )
         sizes = [insert.size(x, 0), insert.size(x, 1), insert.size(mm, 1)]
         result = insert(aten.view.default, mm, sizes)
-        bmm.replace_all_uses_with(result)
+        take_over(bmm, result)
         return Folded(bmm, mm, result)
 
     def _is_weight(self, matrix: fx.Node) -> bool:

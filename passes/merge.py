@@ -48,13 +48,13 @@ from f8fx.report import MergeDecision
 from f8fx.torch_private import is_operator
 
 from .choice import Choice, Convert, current, reading
-from .fake import set_value
+from .fake import is_view, set_value
 from .family import Apart, Family, families, gemms, users_between
 from .find import backward_nodes
 from .gemm import Gemm
 from .merge_worth import Paying, judged, merge_decision, noted
 from .operand import MOVEMENTS, SAME_ORDER, readers, shape_of
-from .rewrite import Inserter, Provenance
+from .rewrite import Inserter, Provenance, refresh_views, take_over
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -322,9 +322,10 @@ def _reads_by_strides(node: fx.Node) -> bool:
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
     """Makes all users of a node read another, whose strides may differ."""
-    changed = _layout(old) != _layout(new)
-    old.replace_all_uses_with(new)
-    if changed:
+    if _layout(old) == _layout(new):
+        take_over(old, new)
+    else:
+        old.replace_all_uses_with(new)
         _refresh(new)
 
 
@@ -347,6 +348,8 @@ def _refresh(node: fx.Node) -> None:
         else:
             if _layout(user) != before:
                 _refresh(user)
+            elif is_view(user):
+                refresh_views(user)
 
 
 def _read_copy(user: fx.Node, node: fx.Node) -> None:

@@ -37,7 +37,7 @@ from f8fx.recipe import QuantSpec, Recipe
 from .choice import ALIGNMENT, Convert, reading
 from .gemm import Gemm, Operand
 from .operand import shape_of
-from .rewrite import Inserter, Provenance
+from .rewrite import Inserter, Provenance, take_over
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -70,7 +70,7 @@ class Quantize:
             insert = Inserter(graph, gemm.node, provenance)
             result = _GemmRewrite(conversion, self.recipe, self.rowwise_scales(gemm.device), insert).run()
             result.meta["f8fx"] = replace(provenance, is_result=True)
-            gemm.node.replace_all_uses_with(result)
+            take_over(gemm.node, result)
             results[gemm.node] = result
             graph.erase_node(gemm.node)
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
-from .fake import set_value_by_layout
+from .fake import is_view, set_value, set_value_by_layout
+from .operand import is_same
 
 #: Checkpointing's: whether a node is recomputed, and with which region.
 MARKS = ("recompute", "ac_graph_id")
@@ -90,6 +91,35 @@ class Inserter:
         if isinstance(size, int):
             return size
         return self(torch.ops.aten.sym_size.int, node, dim)
+
+
+def take_over(old: fx.Node, new: fx.Node) -> None:
+    """All that read a node read another with the same elements, and its views are views of that.
+
+    torch asks fake values which nodes share memory, to keep outputs apart and to reuse memory.
+    """
+    old.replace_all_uses_with(new)
+    if is_view(new) or not _is_alike(old, new):
+        refresh_views(new)
+    else:
+        new.meta["val"] = old.meta["val"]
+
+
+def refresh_views(node: fx.Node) -> None:
+    """Computes the fake values of all views of a node anew."""
+    for user in node.users:
+        if is_view(user):
+            set_value(user)
+            refresh_views(user)
+
+
+def _is_alike(old: fx.Node, new: fx.Node) -> bool:
+    a, b = old.meta["val"], new.meta["val"]
+    return (
+        a.dtype == b.dtype
+        and len(a.shape) == len(b.shape)
+        and all(map(is_same, (*a.shape, *a.stride()), (*b.shape, *b.stride())))
+    )
 
 
 def erase_unused(graph: fx.Graph, node: fx.Node) -> None:

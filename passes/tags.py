@@ -1,5 +1,8 @@
 """Pass 7, *tags*: what the partitioner may recompute.
 
+An operand that is computed from an input which the graph overwrites is saved: the backward would compute it
+anew from what came after. Without float8 the matmul's operand itself would be saved.
+
 Checkpointing marks the nodes of a region (``recompute``, ``ac_graph_id``). Nodes inserted for a
 matmul inherit its marks, or the region's casts would be saved instead of recomputed, and silently
 cost the memory that checkpointing was to free. Four cases need more than a copy:
@@ -16,11 +19,14 @@ cost the memory that checkpointing was to free. Four cases need more than a copy
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
+from .find import backward_nodes
+from .operand import MOVEMENTS, readers
 from .rewrite import RECOMPUTED
 
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -30,9 +36,20 @@ class Tags:
     """Sets recomputation marks on inserted nodes, in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        _keep_computed_from_overwritten(graph)
         for node in reversed(graph.nodes):
             if node.op == "call_function" and "f8fx" in node.meta and not node.meta["f8fx"].is_result:
                 _mark(node)
+
+
+def _keep_computed_from_overwritten(graph: fx.Graph) -> None:
+    overwritten = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    if not overwritten or not backward_nodes(graph):
+        return
+    for written in overwritten:
+        for reader in readers(written.args[0], MOVEMENTS):
+            if reader.op == "call_function" and reader is not written and "recompute" not in reader.meta:
+                reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _mark(node: fx.Node) -> None:

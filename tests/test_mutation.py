@@ -1,0 +1,88 @@
+"""Graphs that overwrite inputs and results that share memory: what bf16 gives, in float8 too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import f8fx
+from tests.helpers import bf16, compiled, joint_graphs, randn, sqnr
+
+
+class Averaged(nn.Module):
+    """A layer whose weight is computed with a buffer that the forward overwrites, before or after it is read."""
+
+    def __init__(self, frozen: bool, before: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(96, 128, grad=False) / 8, requires_grad=not frozen)
+        self.register_buffer("average", randn(96, 128, grad=False, seed=1) / 8)
+        self.before = before
+
+    def update(self):
+        with torch.no_grad():
+            self.average.mul_(-1.0)
+
+    def forward(self, x):
+        if self.before:
+            self.update()
+        y = F.linear(x, self.weight + self.average)
+        if not self.before:
+            self.update()
+        return y
+
+
+@pytest.mark.parametrize("save", ["lean", "fast"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_weight_of_an_overwritten_buffer(save, frozen, before):
+    """The backward does not compute the weight anew from what the buffer holds by then."""
+    results = []
+    for call in (lambda model: model, lambda model: compiled(model, save=save)):
+        model, x = Averaged(frozen, before), randn(32, 128)
+        y = call(model)(x)
+        y.backward(randn(32, 96, grad=False, seed=2))
+        results.append((y.detach(), x.grad, model.weight.grad, model.average))
+    for want, got in zip(*results, strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            assert torch.equal(want, got) or sqnr(want, got) > 18
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 16, 64), (32, 64)])
+def test_equal_results_are_two_tensors(executor, shape):
+    """torch's own elimination of common subexpressions keeps outputs apart, by the memory of their fake values."""
+    layer = nn.Linear(64, 96, dtype=bf16)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        first, second = compiled(lambda x: (layer(x), layer(x)), executor=executor)(randn(*shape))
+    before = second.detach().clone()
+    with torch.no_grad():
+        first.zero_()
+    assert torch.equal(before, second)
+
+
+@pytest.mark.parametrize("merge", ["auto", "never"])
+def test_values_of_views_share_memory_with_what_they_are_views_of(merge):
+    """In the rewritten graph, of every form that a matmul's result takes."""
+    a, b, frozen = (nn.Parameter(randn(48, 64, grad=False, seed=i)) for i in range(3))
+    frozen.requires_grad_(False)
+    pipeline = f8fx.Options.parse({"select": "all", "merge": merge}).pipeline(debug=True)
+    wrong, views = [], []
+
+    def transform(graph):
+        pipeline(graph)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            source, value = node.args[0].meta["val"], node.meta["val"]
+            views.append(node)
+            if source.untyped_storage()._cdata != value.untyped_storage()._cdata:
+                wrong.append(node.name)
+
+    def layers(x):
+        y = F.linear(x, a, b[:, 0]) * F.linear(x, b)
+        turned = F.linear(x.transpose(0, 1), frozen).transpose(0, 1)
+        return y + turned + torch.einsum("bsk,nk->bsn", x, a[:, :64])
+
+    joint_graphs(layers, randn(4, 16, 64), transform=transform)
+    assert len(views) > 5 and not wrong
