@@ -18,6 +18,11 @@ def current(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
+def capturing() -> bool:
+    """Whether what is called now is captured into a CUDA graph: kernels run at every replay, Python at none."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _event(device: torch.device) -> torch.Event:
     return torch.Event(device)
 

@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import ops
 from .parameter_data import Installation, version_probe, with_version_of
 from .passes.reuse import CastFormat, ScaleFormat
-from .streams import Made, current
+from .streams import Made, capturing, current
 from .torch_private import managed_by_fsdp, storage_key, version_counter
 
 Format = ScaleFormat | CastFormat
@@ -200,7 +200,7 @@ class _Copies:
         """
         state = watch.state(parameter, self.in_place)
         # a cast captured into a CUDA graph runs at every replay, when nobody looks at states
-        if state is not None and parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        if state is not None and parameter.is_cuda and capturing():
             state = None
         if state is not None and state == self.state:
             asked, tensors = self.served.get(id(formats), _NOTHING)

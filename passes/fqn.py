@@ -12,8 +12,12 @@ from collections.abc import Sequence
 
 from torch import fx
 
-#: A local or global variable, or what a function in one closes over.
-_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*")
+#: A local or global variable, one of a function's ``*args``, or what a function in one closes over.
+_ROOT = re.compile(r"^(?:L\['args'\]\[\d+\]|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
+#: The object that a bound method belongs to.
+_BOUND = re.compile(r"^.*\.__self__(?=[.\[]|$)")
+#: A module that a property's getter calls: TorchTitan's SimpleFSDP gathers all weights with one.
+_GETTER = ".fget."
 #: A child reached through ``_modules``, and, in modules with a ``__getattr__`` of their own, ``__dict__``.
 _MODULES = re.compile(r"\.(?:__dict__\['_modules'\]|_modules)(?=\[)")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
@@ -27,6 +31,7 @@ def clean(path: str) -> str:
     previous = None
     while previous != path:
         previous, path = path, _GETATTR.sub(r"\1.\2", path)
+    path = _BOUND.sub("", path)
     path = _ROOT.sub("", path)
     path = _MODULES.sub("", path)
     path = _INDEX.sub(r".\1", path)
@@ -37,9 +42,11 @@ def of_node(node: fx.Node) -> str:
     """Name of the innermost module a node belongs to, forward or backward; "" where there is none."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    return clean(path)
+        # what TorchTitan's graph_trainer, which traces without Dynamo, writes instead
+        custom = node.meta.get("custom")
+        return str(custom.get("module_fqn") or "") if isinstance(custom, dict) else ""
+    paths = [path for path, _ in stack.values() if _GETTER not in path]
+    return clean(paths[-1]) if paths else ""
 
 
 def short_names(names: Sequence[str]) -> list[str]:

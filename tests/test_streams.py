@@ -11,6 +11,7 @@ from torch import nn
 from f8fx import streams, weights
 from f8fx.fsdp.amaxes import Reduced
 from f8fx.fsdp.formats import Format
+from f8fx.fsdp.scales import Scales
 from tests.helpers import bf16, compiled, randn
 
 
@@ -110,3 +111,19 @@ def test_cached_weights(fake):
         call(x)
         assert fake.taken()[0] == f"main waits for {made}"
     weights.refresh_weights(model)
+
+
+def test_amaxes_captured_into_a_cuda_graph_are_taken_at_every_replay(monkeypatch):
+    """Though no weight has changed when it is captured: at a replay nobody looks."""
+    scales = Scales(nn.Linear(32, 48), "step")
+    scales.begin_forward()
+    scales.end_forward()
+    assert not scales.due()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert scales.due()
+    assert not Scales(nn.Linear(32, 48), "manual").due()
+    settled = []
+    monkeypatch.setattr("f8fx.fsdp.scales.settle", lambda copies: settled.append(copies))
+    scales.begin_forward()
+    assert not settled  # the host would wait

@@ -21,6 +21,8 @@ to wait for. So ranks must make the same changes, as training loops do: one that
 collective that the others do not. A write that leaves no trace at all (through ``.data`` of a tensor out of
 ``state_dict()``, by a replayed CUDA graph or a kernel that was handed an address) leaves the scale as it was.
 
+A forward that is captured into a CUDA graph takes them at every replay, whatever the weights were when it was captured.
+
 ``"forward"`` infers nothing and takes them at every such point, at the cost of one read of the local shards
 and one small all-reduce a forward: right whoever changed weights, in whichever way, on however few ranks.
 ``"manual"`` leaves it to the user.
@@ -43,6 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from f8fx.kernels import cast
 from f8fx.report import log
+from f8fx.streams import capturing
 from f8fx.torch_private import (
     in_backward,
     local_tensor,
@@ -170,7 +173,7 @@ class Scales:
     def begin_forward(self) -> None:
         """The model's forward begins."""
         if not in_backward():
-            if self.depth == 0:
+            if self.depth == 0 and not capturing():  # the host waits for that
                 settle(weight.copies for weight in self.weights)
             for weight in self.weights:
                 weight.copies.drop_backward_copy()
@@ -184,7 +187,8 @@ class Scales:
         """Whether amaxes are to be taken where that is possible."""
         if self.mode != "step":
             return self.mode == "forward"
-        return self.outdated or any(weight.changed() for weight in self.weights)
+        # captured into a CUDA graph, they are taken at every replay, when nobody looks at weights
+        return self.outdated or capturing() or any(weight.changed() for weight in self.weights)
 
     def loaded(self) -> None:
         """A state dict was loaded."""

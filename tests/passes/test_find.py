@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import f8fx
@@ -70,12 +70,37 @@ def test_names_in_forward_and_backward():
         ("G['net'].fc", "fc"),
         ("L['self'].__dict__['_modules']['base_model'].layer", "base_model.layer"),
         ("L['forward'].__closure__[0].cell_contents.blocks.0", "blocks.0"),
+        ("L['args'][0].blocks.0", "blocks.0"),
+        ("L['args'][0]", ""),
+        ("L['layers'][0].attn", "0.attn"),
+        ("L['self'].forward._torchdynamo_inline.__self__.net.head", "net.head"),
+        ("L['self'].forward.__self__", ""),
+        ("L['self'].__self__attention.wo", "__self__attention.wo"),
         ("L['self']", ""),
         ("", ""),
     ],
 )
 def test_clean_names(path, name):
     assert fqn.clean(path) == name
+
+
+def test_a_weight_that_a_property_gathers_has_the_name_of_its_layer():
+    node = fx.Graph().placeholder("x")
+    getter = "dict(type(L['self'].layers['0'].wqkv).__dict__)['weight'].fget.__closure__[0].cell_contents"
+    node.meta["nn_module_stack"] = {
+        "layer": ("L['self'].layers['0'].wo", nn.Linear),
+        "gather": (getter, nn.Module),
+    }
+    assert fqn.of_node(node) == "layers.0.wo"
+
+
+def test_names_of_graphs_traced_without_dynamo():
+    """Those of TorchTitan's graph_trainer."""
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    for custom, name in (({"module_fqn": "layers.0.wo"}, "layers.0.wo"), ({}, ""), (None, "")):
+        node.meta["custom"] = custom
+        assert fqn.of_node(node) == name
 
 
 FORMS = {
