@@ -24,6 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
+from f8fx.torch_private import overwritten_inputs
 
 from .find import backward_nodes
 from .operand import MOVEMENTS, readers
@@ -43,12 +44,13 @@ class Tags:
 
 
 def _keep_computed_from_overwritten(graph: fx.Graph) -> None:
-    overwritten = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    overwritten = overwritten_inputs(graph)
     if not overwritten or not backward_nodes(graph):
         return
-    for written in overwritten:
-        for reader in readers(written.args[0], MOVEMENTS):
-            if reader.op == "call_function" and reader is not written and "recompute" not in reader.meta:
+    for source in overwritten:
+        for reader in readers(source, MOVEMENTS):
+            is_write = reader.target is torch.ops.aten.copy_.default
+            if reader.op == "call_function" and not is_write and "recompute" not in reader.meta:
                 reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

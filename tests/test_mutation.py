@@ -50,6 +50,28 @@ def test_a_weight_of_an_overwritten_buffer(save, frozen, before):
             assert torch.equal(want, got) or sqnr(want, got) > 18
 
 
+@pytest.mark.parametrize("save", ["lean", "fast"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_activation_that_is_overwritten_after_its_use(save, recipe):
+    """AOTAutograd writes it, since it has a gradient; the backward may not need what it was."""
+    weight = nn.Parameter(randn(96, 128, grad=False) / 8)
+
+    def f(x):
+        y = F.linear(torch.tanh(x) * 2, weight)
+        x.mul_(2)
+        return y
+
+    results = []
+    for call in (f, compiled(f, recipe=recipe, save=save)):
+        leaf, weight.grad = randn(32, 128), None
+        x = leaf * 1
+        y = call(x)
+        (y.float().square().mean() + x.float().square().mean()).backward()
+        results.append((y.detach(), x.detach(), leaf.grad, weight.grad))
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got) or sqnr(want, got) > 18
+
+
 @pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(2, 16, 64), (32, 64)])
 def test_equal_results_are_two_tensors(executor, shape):

@@ -30,6 +30,7 @@ from .aot import (
     eager_backward_lowering,
     input_position,
     min_cut_partition,
+    overwritten_inputs,
 )
 from .devices import busy_wait, is_present
 from .distributed import (
@@ -176,6 +177,7 @@ __all__ = [
     "min_cut_partition",
     "move_pre_hook_first",
     "opens_autocast",
+    "overwritten_inputs",
     "patched_attribute",
     "pre_hooks",
     "process_group",

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from .patch import patched_attribute
@@ -36,12 +37,36 @@ def input_position(placeholder: fx.Node) -> int | None:
 
     A tensor subclass arrives as the tensors in it. Sizes, tangents and what else AOTAutograd adds are no input.
     """
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
-    described = placeholder.meta.get("desc")
-    while isinstance(described, SubclassGetAttrAOTInput):
-        described = described.base
+    described = _whole(placeholder.meta.get("desc"))
     return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def overwritten_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Placeholders whose tensors get new values after the forward: in the graph, or by AOTAutograd from its results."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    inside = {
+        node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
+    (output,) = graph.find_nodes(op="output")
+    results = [_whole(described) for described in output.meta.get("desc") or ()]
+    after = [_whole(found.mutated_input) for found in results if isinstance(found, InputMutationAOTOutput)]
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node in inside or _whole(node.meta.get("desc")) in after
+    ]
+
+
+def _whole(described: Any) -> Any:
+    """The input or output that one is a part of, of a tensor subclass."""
+    from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput
+
+    while isinstance(described, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        described = described.base
+    return described
 
 
 _PARTITIONING = threading.Lock()
