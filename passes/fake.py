@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +26,15 @@ def set_value(node: fx.Node) -> None:
         return
     with mode:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def view_of(value: torch.Tensor, sizes: Sequence[int | torch.SymInt]) -> torch.Tensor:
+    """A fake value in the memory of another."""
+    mode = detect_fake_mode([value])
+    if mode is None:
+        return value.view(sizes)
+    with mode:
+        return value.view(sizes)
 
 
 class _Layout(NamedTuple):

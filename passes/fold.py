@@ -25,10 +25,11 @@ from torch import fx
 from f8fx.recipe import Role
 
 from . import fqn
+from .fake import view_of
 from .find import backward_nodes
 from .operand import PERMUTES, SAME_ORDER, input_of, is_same, repeated_matrix, shape_of
 from .parameters import of_parameters
-from .rewrite import MARKS, Inserter, Provenance, erase_unused, take_over
+from .rewrite import MARKS, Inserter, Provenance, erase_unused
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ class Folded:
 
     def undo(self) -> None:
         """The batched matmul is read again, and the other is gone."""
-        take_over(self.result, self.bmm)
+        self.result.replace_all_uses_with(self.bmm)
         erase_unused(self.bmm.graph, self.result)
 
     def finish(self) -> None:
@@ -94,9 +95,11 @@ class _Walk:
             self.flat[key],
             insert(aten.permute.default, weight, [1, 0]) if transposed else weight,
         )
+        # the same memory as before, which tells torch what shares it
+        mm.meta["val"] = view_of(bmm.meta["val"], mm.meta["val"].shape)
         sizes = [insert.size(x, 0), insert.size(x, 1), insert.size(mm, 1)]
         result = insert(aten.view.default, mm, sizes)
-        take_over(bmm, result)
+        bmm.replace_all_uses_with(result)
         return Folded(bmm, mm, result)
 
     def _is_weight(self, matrix: fx.Node) -> bool:

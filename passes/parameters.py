@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from f8fx.torch_private import input_position, is_higher_order, is_operator
+from f8fx.torch_private import input_position, is_higher_order, is_of_torch, is_operator
 
 from .operand import is_same, shape_of
 
@@ -30,8 +30,6 @@ _CONTRACTIONS = frozenset(
         *("convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
     )
 )
-#: Libraries of operators whose names tell what they do.
-_KNOWN = frozenset(("aten", "prims", "f8fx", "_c10d_functional", "_c10d_functional_autograd"))
 
 
 def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
@@ -102,4 +100,6 @@ def _may_contract(target: Any) -> bool:
     if not is_operator(target):
         return is_higher_order(target)
     name = target.overloadpacket.__name__
-    return target.namespace not in _KNOWN or name in _CONTRACTIONS or name.startswith("_scaled_dot_product_")
+    if target.namespace != "f8fx" and not is_of_torch(target):
+        return True
+    return name in _CONTRACTIONS or name.startswith("_scaled_dot_product_")

@@ -101,6 +101,11 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def is_of_torch(target: Any) -> bool:
+    """Whether an overload of an operator is PyTorch's own, whose name tells what it does."""
+    return target.namespace in ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether a node's target is an operator that calls a graph (``torch._ops.HigherOrderOperator``)."""
     return isinstance(target, torch._ops.HigherOrderOperator)
