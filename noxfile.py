@@ -16,7 +16,7 @@ TORCH = {"2.11": "torch==2.11.0", "2.13": "torch==2.13.0", "2.15": "torch==2.15.
 def tests(session: nox.Session, torch: str) -> None:
     """pytest on one torch release."""
     session.install(TORCH[torch], "-e", ".[test]")
-    session.run("pytest", "-n", "auto", *session.posargs)
+    session.run("pytest", "-n", "auto", "--long", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

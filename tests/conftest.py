@@ -12,12 +12,20 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """pytest-xdist hands out files in the order given below, not those of many tests first: these are the quick ones."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files of quick tests last, so that all workers end at about the same time."""
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes long; --long runs it"))
     items.sort(key=lambda item: item.path.parent.name == "passes")

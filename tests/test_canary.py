@@ -108,7 +108,7 @@ def test_float32_is_checked_on_gpus_only(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["realized", "definition"])
+@pytest.mark.parametrize("form", [pytest.param("realized", marks=pytest.mark.long), "definition"])
 def test_a_graph_compiled_with_safe_kernels_is_right(monkeypatch, checked, form):
     """And one compiled with the wrong kernels is not: the injected fault does reach the graphs."""
 

@@ -159,6 +159,7 @@ def test_generated_code_computes_the_definitions(recipe, tmp_path):
                 assert torch.equal(a, b) or sqnr(b, a) > 25, (name, index, tuple(b.shape), sqnr(b, a))
 
 
+@pytest.mark.long
 def test_another_tuning_candidate_gives_the_same(tmp_path):
     """Of sizes that no block divides; grids and masks follow from the candidate."""
     torch.manual_seed(0)

@@ -94,7 +94,7 @@ def test_replicas():
     run_checks(4, [replicas])
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_prediction_is_exact(world: int):
     """On 3 ranks no size divides evenly, so padding travels too."""
     run_checks(world, [tensorwise, rowwise, mixed_precision])

@@ -65,5 +65,6 @@ def test_two_ranks():
     run_checks(2, [same_code_same_bits, checkpointed_graphs_read_the_forwards_copy_in_the_backward])
 
 
+@pytest.mark.long
 def test_four_ranks():
     run_checks(4, [replicas_and_tensor_parallelism])
