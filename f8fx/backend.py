@@ -13,13 +13,14 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from . import canary, executor, halves, lowerings, weight_inputs
+from . import ahead, canary, executor, halves, lowerings, weight_inputs
 from .agreement import confirm, confirm_plain
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options
@@ -33,6 +34,7 @@ from .torch_private import (
     CustomGraphPass,
     check_version,
     compile_fx_module,
+    compiles_ahead_of_time,
     eager_backward_lowering,
     inductor_config,
     joint_custom_pre_pass,
@@ -142,18 +144,23 @@ def compile_graph(
     options: Options,
     compile_fx: CompileFx | None = None,
     patches: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., Any]:
     """Compiles one Dynamo graph with validated options.
 
     Args:
         compile_fx: Inductor's entry, default the current one.
         patches: further Inductor options, for callers that stand in for the stock backend.
+        arguments: further keyword arguments of ``compile_fx``, for the same.
     """
     _warn_version()
     config = {**(patches or {}), **options.inductor}
+    if compiles_ahead_of_time():
+        options, config = ahead.settled(options, config)
     compile_fx = compile_fx or compile_fx_module().compile_fx
     if options.executor == "inductor":
         config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
+    compile_fx = partial(compile_fx, **arguments)
     graph_pass = _graph_pass(gm, example_inputs, options, config)
     weights = halves.positions(example_inputs)
     own_split = _partitions(options, config) and not _copies_inputs(config)
@@ -300,21 +307,24 @@ def _graph_pass(
     key = CacheKey.of(gm, example_inputs, options)
     if replaced := canary.key(_devices(example_inputs)):
         key = key.extended(replaced)
-    return GraphPass(_pipeline(options), key, previous, tuning(config), parameter_positions(example_inputs))
+    once = ahead.casts_once(config) if compiles_ahead_of_time() else False
+    return GraphPass(
+        _pipeline(options, constants=once), key, previous, tuning(config), parameter_positions(example_inputs)
+    )
 
 
 def _devices(example_inputs: Sequence[Any]) -> list[torch.device]:
     return [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
 
 
-def _pipeline(options: Options, weights: WeightInputs | None = None) -> Pipeline:
+def _pipeline(options: Options, weights: WeightInputs | None = None, constants: bool = False) -> Pipeline:
     watch = None
     if options.debug:
 
         def watch(name: str, text: str) -> None:
             log.debug("after %s:\n%s", name, text)
 
-    return options.pipeline(watch=watch, weights=weights, runs=True)
+    return options.pipeline(watch=watch, weights=weights, constants=constants, runs=True)
 
 
 def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:

@@ -58,6 +58,7 @@ from .torch_private import (
     inductor_cache_dir,
     inductor_config,
     is_present,
+    just_in_time,
     untraced,
 )
 
@@ -195,7 +196,7 @@ def _trying(device: torch.device, forms: Mapping[str, Form]) -> Iterator[None]:
     _TRYING.device, _TRYING.forms = device, forms
     try:
         with contextlib.ExitStack() as stack:
-            for block in (untraced(), torch.inference_mode(False), torch.no_grad()):
+            for block in (untraced(), just_in_time(), torch.inference_mode(False), torch.no_grad()):
                 stack.enter_context(block)
             stack.enter_context(torch.autocast(device.type, enabled=False))
             if device.type == "cuda":

@@ -3,19 +3,18 @@
 ``torch.compile`` does not look the stock backend up by name: it calls
 ``torch._inductor.compile_fx.compile_fx``. While installed, that name leads to f8fx, which rewrites
 the graph and calls the original; uninstalling puts the original back. Graphs compiled before stay as
-they are (``torch.compiler.reset()`` drops them). AOTInductor comes to that function with a compiler of its own, and is let through.
+they are (``torch.compiler.reset()`` drops them). AOTInductor ends in the same function, with an inner compiler of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from .backend import GraphPass, compile_graph
 from .options import Options
-from .torch_private import compile_fx_module
+from .torch_private import compile_fx_module, compiles_ahead_of_time, joint_custom_pre_pass
 
 #: What each nested installation replaced; the last one is in force.
 _REPLACED: list[Any] = []
@@ -64,9 +63,10 @@ def _push(options: dict[str, Any]) -> None:
         model_: Any, example_inputs_: Sequence[Any], *args: Any, config_patches: Any = None, **kwargs: Any
     ) -> Any:
         # Inductor calling itself, or backend="f8fx" with options of its own: this graph has been here before
-        if args or "inner_compile" in kwargs or _has_pass(config_patches):
+        other_compiler = "inner_compile" in kwargs and not compiles_ahead_of_time()
+        if args or other_compiler or _has_pass(config_patches):
             return original(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
-        return compile_graph(model_, example_inputs_, parsed, partial(original, **kwargs), config_patches)
+        return compile_graph(model_, example_inputs_, parsed, original, config_patches, kwargs)
 
     _REPLACED.append(module.compile_fx)
     module.compile_fx = compile_fx
@@ -78,4 +78,6 @@ def _pop() -> None:
 
 
 def _has_pass(config_patches: Any) -> bool:
-    return isinstance((config_patches or {}).get("joint_custom_pre_pass"), GraphPass)
+    """Whether a compile is one with the passes already, or goes on within one."""
+    passes = (config_patches or {}).get("joint_custom_pre_pass"), joint_custom_pre_pass()
+    return any(isinstance(each, GraphPass) for each in passes)

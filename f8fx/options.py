@@ -56,7 +56,8 @@ class Options:
             backends that reject float8 (gloo), ``"auto"``, by backend. ``"off"``: gathers stay in high precision.
         weights: ``"dynamic"`` quantizes weights in every call; ``"cached"`` keeps their float8 copies from
             call to call of inference graphs (:mod:`f8fx.weights`); ``"reused"`` does so too, and lets
-            training graphs take theirs from :func:`f8fx.reuse_weights`.
+            training graphs take theirs from :func:`f8fx.reuse_weights`. In packages of AOTInductor both make
+            Inductor cast weights when a package is loaded (:mod:`f8fx.ahead`).
         kernels: ``"auto"``: a Triton kernel of ours where it reads fewer bytes than Inductor's code would: rowwise
             tensors that are in memory and wanted in both layouts (:mod:`passes.one_read`); ``"inductor"``: never.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a

@@ -27,7 +27,7 @@ can be used alone on any aten joint graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -53,6 +53,7 @@ from .gemm import Gemm
 from .materialize import Materialize
 from .merge import Merge
 from .one_read import OneRead
+from .parameters import constants as constant_parameters
 from .quantize import Quantize, RowwiseScales
 from .reuse import Reuse, WeightInputs
 from .select import FilterError, Policy, Select
@@ -101,6 +102,7 @@ class Pipeline:
         wire: dtype in which float8 is gathered; see :class:`Collectives`.
         kernels: the devices on which a Triton kernel of our own may be used, where it reads less than Inductor's.
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
+        constants: what is computed from constants of the graph alone is computed once, not in every call.
         runs: the graph is to run where its tensors are: what that device cannot run is left alone, whatever
             ``hardware`` can.
     """
@@ -119,6 +121,7 @@ class Pipeline:
         wire: Wire = "auto",
         weights: WeightInputs | None = None,
         kernels: Callable[[torch.device], bool] = lambda device: False,
+        constants: bool = False,
         runs: bool = False,
     ) -> None:
         self.recipe = recipe
@@ -134,6 +137,7 @@ class Pipeline:
         self.concatenations = Concatenations()
         self.quantize = Quantize(recipe, scales)
         self.reuse = Reuse(weights) if weights is not None else None
+        self.constants = constants
         self.share = Share(weights_at_once)
         self.collectives = Collectives(wire)
         self.amaxes = Amaxes()
@@ -162,7 +166,7 @@ class Pipeline:
                 check(graph, name, outputs, known)
             return result
 
-        cached = self.reuse.cached(graph) if self.reuse is not None and not report.training else ()
+        cached = self._cached(graph) if not report.training else ()
         found, choices = self._decide(graph, cached, run)
         if any(isinstance(choice, Convert) for choice in choices):
             merged = run("merge", self.merge, graph, choices)
@@ -172,6 +176,8 @@ class Pipeline:
             if self.reuse is not None:
                 run("reuse", self.reuse, graph)
                 report.reused_weights = len(self.reuse.taken)
+            elif self.constants:
+                report.reused_weights = len(_read_by(choices).intersection(cached))
             run("share", self.share, graph)
             report.gathers = run("collectives", self.collectives, graph)
             run("amaxes", self.amaxes, graph)
@@ -184,6 +190,12 @@ class Pipeline:
         report.warnings = [_read_rounded(rounded)] if rounded else []
         report.target = _target_name(self.select, found)
         return report
+
+    def _cached(self, graph: fx.Graph) -> set[fx.Node]:
+        """The parameters whose casts need not be made in every call of an inference graph."""
+        if self.reuse is not None:
+            return self.reuse.cached(graph)
+        return constant_parameters(graph) if self.constants else set()
 
     def _decide(
         self, graph: fx.Graph, cached: Collection[fx.Node], run: Callable[..., Any]
@@ -253,6 +265,12 @@ def _read_rounded(names: list[str]) -> str:
         "rounding. Give the backend and f8fx.fsdp.enable_float8_all_gather the same recipe and filters, and "
         "leave weights that are read by anything but a matmul out of both"
     )
+
+
+def _read_by(choices: Iterable[Choice]) -> set[fx.Node]:
+    """The operands of all matmuls that are converted."""
+    gemms = [choice.gemm for choice in choices if isinstance(choice, Convert)]
+    return {operand.node for gemm in gemms for operand in (gemm.left, gemm.right)}
 
 
 def _target_name(select: Select, found: Any) -> str:

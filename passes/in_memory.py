@@ -12,7 +12,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
-from .operand import base_of
+from .operand import base_of, is_given
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def is_in_memory(node: fx.Node) -> bool:
     """Whether a value, up to views, is an input of the graph or written by a kernel that nothing is fused into."""
     base = base_of(node)
     target = base.args[0].target if base.target is operator.getitem else base.target  # type: ignore[union-attr]
-    return base.op == "placeholder" or target in _WRITTEN or "scaled_dot_product" in str(target)
+    return is_given(base) or target in _WRITTEN or "scaled_dot_product" in str(target)
 
 
 def part_in_memory(node: fx.Node) -> Hashable | None:

@@ -30,7 +30,7 @@ from f8fx.kernels import row_cast_columns
 from .choice import ALIGNMENT
 from .find import backward_nodes
 from .in_memory import is_in_memory
-from .operand import MOVEMENTS, base_of, readers
+from .operand import MOVEMENTS, base_of, is_given, readers
 from .share import IN_BACKWARD
 
 aten = torch.ops.aten
@@ -178,7 +178,7 @@ def _launches(found: Sequence[_Match], order: dict[fx.Node, int]) -> list[list[_
 def _is_early(node: fx.Node) -> bool:
     """Whether a tensor is there from the start, and its rows end where scales of others may begin."""
     aligned = node.meta["val"].shape[0] % ALIGNMENT == 0
-    return node.op == "placeholder" and "tangents" not in str(node.target) and aligned
+    return is_given(node) and "tangents" not in str(node.target) and aligned
 
 
 def ends_in(node: fx.Node, backward: set[fx.Node]) -> bool:

@@ -201,7 +201,12 @@ def input_of(node: fx.Node) -> fx.Node | None:
     node = base_of(node)
     while node.target in CASTS or node.target is aten.clone.default or node.target in ops.MARKERS:
         node = base_of(node.args[0])  # type: ignore[arg-type]
-    return node if node.op == "placeholder" else None
+    return node if is_given(node) else None
+
+
+def is_given(node: fx.Node) -> bool:
+    """Whether a tensor is there before the graph runs: an input, or a constant that its module holds."""
+    return node.op in ("placeholder", "get_attr")
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -16,11 +16,11 @@ from torch import fx, nn
 
 from f8fx.torch_private import input_position, is_higher_order, is_of_torch, is_operator
 
-from .operand import is_same, shape_of
+from .operand import is_given, is_same, shape_of
 
 aten = torch.ops.aten
 
-#: Key in the metadata of placeholders that are known to be parameters, not only inputs.
+#: Key in the metadata of inputs and constants that are known to be parameters, not only inputs.
 _PARAMETER = "f8fx_parameter"
 
 #: Operators that contract: what they give is a weight only as an exception (``w + b @ a``), and often data.
@@ -40,17 +40,34 @@ def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
 def mark_parameters(graph: fx.Graph, positions: Collection[int]) -> None:
     """Notes on the placeholders which are parameters, or parts of one that is a tensor subclass.
 
+    Graphs that are compiled ahead of time hold theirs as constants.
+
     Args:
         positions: those of parameters among the inputs of the Dynamo graph that the graph was made of.
     """
     for node in graph.nodes:
-        if node.op == "placeholder" and input_position(node) in positions:
+        if (node.op == "placeholder" and input_position(node) in positions) or (
+            node.op == "get_attr" and isinstance(_constant(node), nn.Parameter)
+        ):
             node.meta[_PARAMETER] = True
 
 
+def _constant(node: fx.Node) -> Any:
+    """What the graph's module holds under a node's name."""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
 def is_marked(node: fx.Node) -> bool:
-    """Whether a placeholder is known to be a parameter."""
+    """Whether an input or constant is known to be a parameter."""
     return _PARAMETER in node.meta
+
+
+def constants(graph: fx.Graph) -> set[fx.Node]:
+    """The matrices among the parameters that a graph holds as constants."""
+    return {n for n in graph.nodes if n.op == "get_attr" and is_marked(n) and len(shape_of(n)) == 2}
 
 
 @dataclass
@@ -73,7 +90,7 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
     """The nodes of a graph that depend on parameters and on nothing else."""
     found = OfParameters()
     for node in graph.nodes:
-        if node.op == "placeholder":
+        if is_given(node):
             if is_marked(node):
                 found.weights.add(node)
                 found.all.add(node)

@@ -28,7 +28,7 @@ from f8fx import ops
 
 from . import fqn
 from .find import backward_nodes
-from .operand import base_of
+from .operand import base_of, is_given
 from .rewrite import erase_unused
 
 _PLAIN = (1, 1)
@@ -160,7 +160,7 @@ def _is_weight(node: Any) -> bool:
     """Whether a tensor is an input of the graph, or several side by side."""
     if node.target is ops.concat:
         return all(map(_is_weight, node.args[0]))
-    return base_of(node).op == "placeholder"
+    return is_given(base_of(node))
 
 
 def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node, order: dict[fx.Node, int]) -> None:

@@ -247,3 +247,18 @@ def test_cached_weights_are_read_on_any_stream():
         call(x)
         with torch.cuda.stream(other):
             assert torch.equal(call(x), 2 * want)
+
+
+@pytest.mark.parametrize("weights", ["dynamic", "cached"])
+def test_packages_of_aotinductor(weights, tmp_path):
+    model, x = block().requires_grad_(False), normal(4, 256, 512)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        with f8fx.installed(select="all", strict=True, weights=weights):
+            made = torch._inductor.aoti_compile_and_package(exported, package_path=f"{tmp_path}/model.pt2")
+        run = torch._inductor.aoti_load_package(made)
+        assert sqnr(compiled(model, executor="inductor")(x), run(x)) > 30
+        changed = {name: 2 * value for name, value in model.state_dict().items()}
+        run.load_constants(changed, check_full_update=True)
+        model.load_state_dict(changed)
+        assert sqnr(compiled(model, executor="inductor")(x), run(x)) > 30

@@ -72,6 +72,7 @@ from .inductor import (
     CustomGraphPass,
     as_strided_keeps_offsets,
     compile_fx_module,
+    compiles_ahead_of_time,
     express_min_max_as_where,
     inductor_cache_dir,
     inductor_cache_hits,
@@ -80,6 +81,7 @@ from .inductor import (
     inductor_modes,
     inductor_option_type,
     joint_custom_pre_pass,
+    just_in_time,
 )
 from .lowering import (
     Lowering,
@@ -135,6 +137,7 @@ __all__ = [
     "check_version",
     "combine_by_kind",
     "compile_fx_module",
+    "compiles_ahead_of_time",
     "decompositions",
     "detect_fake_mode",
     "disabled_torch_function",
@@ -171,6 +174,7 @@ __all__ = [
     "is_present",
     "jit_function",
     "joint_custom_pre_pass",
+    "just_in_time",
     "local_part",
     "local_tensor",
     "managed_by_fsdp",

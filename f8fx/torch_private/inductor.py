@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, get_origin
 
 import torch
@@ -60,6 +61,20 @@ def inductor_option_type(name: str) -> Any:
 def joint_custom_pre_pass() -> Any:
     """The pass or passes a user has already put into ``joint_custom_pre_pass`` (2.11: one object)."""
     return inductor_config().joint_custom_pre_pass
+
+
+def compiles_ahead_of_time() -> bool:
+    """Whether Inductor is at work on a package of AOTInductor (``V.aot_compilation``)."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
+
+
+def just_in_time() -> AbstractContextManager[Any]:
+    """A block in which Inductor compiles what can be called at once, whatever it is at work on."""
+    from torch._inductor.virtualized import V
+
+    return V.set_aot_compilation(False)
 
 
 def inductor_cache_dir() -> str:

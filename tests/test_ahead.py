@@ -1,0 +1,218 @@
+"""Packages of AOTInductor: float8 through ``f8fx.installed``, weights cast once, names and roles as in ``torch.compile``."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+from torch._inductor.virtualized import V
+from torch.export import Dim, export
+
+import f8fx
+from f8fx import canary, recording
+from f8fx.passes import describe
+from f8fx.report import GraphReport
+from f8fx.torch_private import compile_fx_module, compiles_ahead_of_time
+from tests.helpers import Block, bf16, compiled, randn, sqnr
+
+
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block(128, 256).to(bf16).eval()
+
+
+def graph_ahead(model: nn.Module, *args: Tensor, **options: Any) -> tuple[str, GraphReport]:
+    """Text of the graph that AOTInductor lowers, and the report on it."""
+    texts: list[str] = []
+
+    def lower(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        assert compiles_ahead_of_time()
+        texts.append(describe(graph.graph))
+        return graph
+
+    with torch.no_grad(), recording() as reports:
+        exported = export(model, args).module(check_guards=False)
+        installed = f8fx.installed(**{"select": "all", "strict": True, "debug": True, **options})
+        with installed, V.set_aot_compilation(True):
+            compile_fx_module().compile_fx(exported, list(args), inner_compile=lower)
+    (text,), (report,) = texts, reports
+    return text, report
+
+
+# -- graphs
+
+
+def test_expected_graph():
+    """The weight is a constant; everything else is as in ``torch.compile``."""
+    layer = nn.Linear(32, 48, bias=False, dtype=bf16)
+    assert_expected_inline(
+        graph_ahead(layer, randn(16, 32, grad=False))[0],
+        """\
+weight: bf16[48,32]
+arg1_1: bf16[16,32]
+permute: bf16[32,48] = permute(weight, [1, 0])
+amax: f32[] = f8fx.amax(arg1_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(arg1_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(weight, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[48,32] = f8fx.quantize(weight, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute_1: e4m3[32,48] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute_1, reciprocal, reciprocal_1, None, None, bf16, True)
+return [scaled_mm]""",
+    )
+
+
+def test_names_and_filters():
+    report = graph_ahead(block(), randn(32, 128, grad=False), filter_fqns=["up"])[1]
+    assert {d.fqn: d.reason for d in report.decisions} == {
+        "gate": "converted",
+        "up": "filtered",
+        "down": "converted",
+    }
+
+
+class Latents(nn.Module):
+    """A weight on the left of an input, which nothing but its being a parameter tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(48, 32, dtype=bf16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[32, M] -> [48, M]"""
+        return self.mix @ x
+
+
+def test_roles():
+    e4m3, e5m2 = f8fx.QuantSpec("e4m3"), f8fx.QuantSpec("e5m2")
+    recipe = f8fx.Recipe("by role", output=f8fx.GemmSpec(e5m2, e4m3, use_fast_accum=True))
+    text = graph_ahead(Latents(), randn(32, 16, grad=False), recipe=recipe)[0]
+    assert "e4m3[48,32] = f8fx.quantize(mix," in text and "e5m2[16,32] = f8fx.quantize(arg" in text
+
+
+def test_repeated_weight():
+    """A frozen weight on a turned input, which arrives as a batched matmul."""
+
+    class Turned(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.transpose(0, 1))
+
+    report = graph_ahead(Turned(32, 48, dtype=bf16), randn(4, 8, 32, grad=False))[1]
+    assert [d.reason for d in report.decisions] == ["converted"]
+
+
+def test_kept_weights_cost_nothing():
+    """What is computed once does not count against a matmul."""
+    x = randn(256, 4096, grad=False)
+    layer = nn.Linear(4096, 4096, bias=False, dtype=bf16)
+    options = {"select": "auto", "target": "h100"}
+    dynamic, cached = (graph_ahead(layer, x, weights=w, **options)[1] for w in ("dynamic", "cached"))
+    assert [d.reason for d in dynamic.decisions] == ["too small"]
+    assert [d.reason for d in cached.decisions] == ["converted"]
+    assert cached.line().endswith("; 1 weight kept in float8"), cached.line()
+
+
+# -- options
+
+
+def test_the_eager_executor_makes_no_package():
+    with pytest.raises(f8fx.OptionError, match="AOTInductor"):
+        graph_ahead(block(), randn(32, 128, grad=False), executor="eager")
+
+
+def test_a_failing_pass_leaves_the_package_in_high_precision(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> None:
+        raise ValueError("made to fail")
+
+    monkeypatch.setattr("f8fx.passes.Quantize.__call__", fail)
+    with pytest.warns(UserWarning, match="made to fail"):
+        text = graph_ahead(block(), randn(32, 128, grad=False), strict=False)[0]
+    assert "f8fx" not in text
+
+
+def test_other_inner_compilers_are_let_through():
+    """A tool that calls Inductor with a compiler of its own asked for no stock backend."""
+    texts = []
+
+    def lower(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        texts.append(describe(graph.graph))
+        return graph
+
+    graph = fx.symbolic_trace(nn.Linear(32, 48, dtype=bf16))
+    with f8fx.installed(select="all"), torch.no_grad():
+        compile_fx_module().compile_fx(graph, [randn(16, 32, grad=False)], inner_compile=lower)
+    assert len(texts) == 1 and "f8fx" not in texts[0]
+
+
+def test_canaries_compile_what_can_be_called_at_once():
+    with V.set_aot_compilation(True):
+        with canary._trying(torch.device("cpu"), {}):
+            assert not compiles_ahead_of_time()
+        assert compiles_ahead_of_time()
+
+
+# -- packages
+
+
+def package(model: nn.Module, x: Tensor, path: Path, inductor: dict[str, Any], **options: Any) -> Any:
+    """A package for any number of rows, loaded; what was compiled for it stays at ``path``."""
+    with torch.no_grad():
+        exported = export(model, (x,), dynamic_shapes=({0: Dim("rows", min=2, max=512)},))
+        with f8fx.installed(**{"select": "all", "strict": True, **options}):
+            made = torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(path), inductor_configs=inductor
+            )
+    return torch._inductor.aoti_load_package(made)
+
+
+def matrices(path: Path) -> dict[str, list[str]]:
+    """Dtypes of the two-dimensional constants of a package: those it holds, and those it computes when loaded."""
+    with zipfile.ZipFile(path) as files:
+        code = "".join(files.read(n).decode() for n in files.namelist() if n.endswith(".wrapper.cpp"))
+    found: dict[str, list[str]] = {"held": [], "computed": []}
+    for part in code.split("].name = ")[1:]:
+        shape = re.search(r"shape = \{(\d+), (\d+)\}", part)
+        if shape:
+            of = "computed" if "from_folded = true" in part else "held"
+            found[of] += re.findall(r"dtype = cached_torch_dtype_(\w+)", part)
+    return found
+
+
+def assert_as_compiled(run: Callable[[Tensor], Tensor], model: nn.Module, **options: Any) -> None:
+    """The same graph run eagerly, for several numbers of rows; fused kernels round less often."""
+    eager = compiled(model, dynamic=True, **options)
+    with torch.no_grad():
+        for rows in (32, 48):
+            x = randn(rows, 128, grad=False, seed=rows)
+            assert sqnr(eager(x), run(x)) > 30
+            assert not torch.equal(run(x), model(x))
+
+
+@pytest.mark.slow
+def test_a_package_whose_weights_are_cast_when_they_are_loaded(tmp_path: Path):
+    path, model = tmp_path / "model.pt2", block()
+    run = package(model, randn(32, 128, grad=False), path, {}, weights="cached")
+    assert matrices(path) == {"held": ["bfloat16"] * 3, "computed": ["float8_e4m3fn"] * 3}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    run.load_constants(dict(model.state_dict()), check_full_update=True)
+    assert_as_compiled(run, model)
+
+
+@pytest.mark.long
+def test_a_package_without_the_high_precision_weights(tmp_path: Path):
+    path, model = tmp_path / "model.pt2", block()
+    run = package(model, randn(32, 128, grad=False), path, {"freezing": True}, recipe="rowwise")
+    assert sorted(matrices(path)["held"]) == ["float32"] * 3 + ["float8_e4m3fn"] * 3  # scales, copies
+    assert_as_compiled(run, model, recipe="rowwise")
