@@ -331,8 +331,8 @@ def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:
     """Whether a failure can come from f8fx: a pass raised, or a graph it changed failed to compile."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, PassError):
-            return True
+        if isinstance(cause, (PassError, FilterError)):
+            return isinstance(cause, PassError)
         cause = cause.__cause__ or cause.__context__
     return any(report.converted for report in graph_pass.reports)
 

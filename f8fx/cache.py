@@ -54,8 +54,8 @@ class CacheKey:
         parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm), parameters]
         if options.wire in ("auto", "float8"):
             parts.append(group_backends())
-        if options.select == "auto":
-            parts.append(_dynamic_sizes(example_inputs))
+        if sizes := _dynamic_sizes(example_inputs):  # the cost models of several passes decide by them
+            parts.append(sizes)
         local = [_local(value) for value in example_inputs if hasattr(value, "__tensor_flatten__")]
         if local:
             parts.append(local)

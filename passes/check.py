@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from .fake import set_value
+from .find import backward_nodes
 
 aten = torch.ops.aten
 
@@ -30,9 +31,16 @@ Known = dict[fx.Node, tuple[Any, ...]]
 
 
 def signature(graph: fx.Graph) -> list[Any]:
-    """Shapes, strides and dtypes of the graph's outputs: what no pass may change."""
-    output = next(iter(reversed(graph.nodes)))
-    return [_layout(node.meta.get("val")) for node in output.all_input_nodes]
+    """Shapes, strides and dtypes of the graph's outputs: what no pass may change.
+
+    Strides not of gradients: autograd takes them as they are.
+    """
+    output, backward = next(iter(reversed(graph.nodes))), backward_nodes(graph)
+    layouts = [(node in backward, _layout(node.meta.get("val"))) for node in output.all_input_nodes]
+    return [
+        layout[::2] if is_gradient and isinstance(layout, tuple) else layout
+        for is_gradient, layout in layouts
+    ]
 
 
 def check(graph: fx.Graph, after: str, outputs: list[Any] | None = None, known: Known | None = None) -> None:

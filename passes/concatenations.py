@@ -14,7 +14,7 @@ Parts that were gathered are left to `collectives`: gathers in float8 save more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,22 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.torch_private import overwritten_inputs
 
 from .choice import ALIGNMENT, Convert
 from .gemm import Operand
 from .in_memory import is_in_memory, part_in_memory
-from .operand import PERMUTES, SAME_ORDER, base_of, flat_base, is_gathered, is_same, readers, shape_of
+from .operand import (
+    PERMUTES,
+    SAME_ORDER,
+    base_of,
+    flat_base,
+    is_gathered,
+    is_part_of,
+    is_same,
+    readers,
+    shape_of,
+)
 from .rewrite import Inserter, Provenance
 
 aten = torch.ops.aten
@@ -41,10 +52,11 @@ class Concatenations:
         """The conversions, with the operands they read now."""
         reading: dict[tuple[fx.Node, int], list[Convert]] = {}
         others: set[fx.Node] = set()
+        overwritten = overwritten_inputs(graph)
         for conversion in conversions:
             for operand in (conversion.gemm.left, conversion.gemm.right):
                 base = flat_base(operand.node)
-                side = _side(base, operand) if base.target is aten.cat.default else None
+                side = _side(base, operand, overwritten) if base.target is aten.cat.default else None
                 if side is None:
                     others.add(base)
                 else:
@@ -57,7 +69,7 @@ class Concatenations:
         return [_reading(conversion, whole) for conversion in conversions] if whole else list(conversions)
 
 
-def _side(cat: fx.Node, operand: Operand) -> int | None:
+def _side(cat: fx.Node, operand: Operand, overwritten: Collection[fx.Node]) -> int | None:
     """The dimension in which the parts of a ``cat`` stand side by side in an operand, if casts can write them so."""
     tensors: Any = cat.args[0]
     rank = len(shape_of(cat))
@@ -77,6 +89,7 @@ def _side(cat: fx.Node, operand: Operand) -> int | None:
         and isinstance(shape_of(part)[dim], int)
         and shape_of(part)[dim] % ALIGNMENT == 0
         and not is_gathered(part)
+        and not is_part_of(part, overwritten)  # the copy is what keeps its values for the backward
         for part in tensors
     )
     return side if fits else None

@@ -33,11 +33,21 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.recipe import OperandKind, Role
-from f8fx.torch_private import size_hint
+from f8fx.torch_private import overwritten_inputs, size_hint
 
 from . import fqn
 from .gemm import Gemm, Operand, Size, Unmatched
-from .operand import CASTS, base_of, flat_base, input_of, is_same, repeated_matrix, shape_of, trace
+from .operand import (
+    CASTS,
+    base_of,
+    flat_base,
+    input_of,
+    is_part_of,
+    is_same,
+    repeated_matrix,
+    shape_of,
+    trace,
+)
 from .parameters import is_marked, of_parameters
 
 aten = torch.ops.aten
@@ -116,6 +126,7 @@ class _Walk:
         self.layers = layers
         self.backward = backward_nodes(graph)
         self.of_parameters = of_parameters(graph)
+        self.overwritten = frozenset(overwritten_inputs(graph))
         self.found = Found()
         # one node stands for all 2-D views of the same elements
         self.representatives: dict[Hashable, fx.Node] = {}
@@ -165,6 +176,8 @@ class _Walk:
             return traced
         if source not in self.of_parameters.all and not _is_input(source):
             return traced
+        if is_part_of(source, self.overwritten):
+            return traced  # the cast is what keeps its values for the backward
         inner = self._trace(source)
         return _Traced(inner.node, inner.transposed ^ traced.transposed)
 

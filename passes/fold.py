@@ -23,11 +23,12 @@ import torch
 from torch import fx
 
 from f8fx.recipe import Role
+from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
 from .fake import view_of
 from .find import backward_nodes
-from .operand import PERMUTES, SAME_ORDER, input_of, is_same, repeated_matrix, shape_of
+from .operand import PERMUTES, SAME_ORDER, input_of, is_part_of, is_same, repeated_matrix, shape_of
 from .parameters import of_parameters
 from .rewrite import MARKS, Inserter, Provenance, erase_unused
 
@@ -74,6 +75,7 @@ class _Walk:
         self.graph = graph
         self.weights = of_parameters(graph).weights
         self.backward = backward_nodes(graph)
+        self.overwritten = frozenset(overwritten_inputs(graph))
         # inputs as matrices: layers that read one input, or one gradient, are to be seen to
         self.flat: dict[Hashable, fx.Node] = {}
 
@@ -84,6 +86,8 @@ class _Walk:
         if is_same(shape_of(bmm)[0], 1) or found is None or not self._is_weight(found[0]):
             return None
         weight, transposed = found
+        if is_part_of(weight, self.overwritten):
+            return None  # the copies of it are what keeps its values for the backward
         role: Role = "grad_input" if bmm in self.backward else "output"
         insert = Inserter(self.graph, bmm, Provenance(bmm.name, fqn.of_node(bmm), role, "fold"))
         batch = _unexpanded(x)

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -45,7 +45,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.report import MergeDecision
-from f8fx.torch_private import is_operator
+from f8fx.torch_private import is_of_torch, is_operator
 
 from .choice import Choice, Convert, current, reading
 from .fake import is_view, set_value
@@ -59,6 +59,16 @@ from .rewrite import Inserter, Provenance, refresh_views, take_over
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+#: Operators whose result is laid out in memory as their first argument is, gaps and all.
+_LAID_OUT_ALIKE = frozenset(
+    (
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.copy.default,
+        aten.unfold.default,
+    )
+)
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
@@ -307,7 +317,7 @@ def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.No
     saved, returned = set(), set()
     for conversion in members:
         node = conversion.gemm.node
-        read_by = readers(node, MOVEMENTS)
+        read_by = readers(node, MOVEMENTS | _LAID_OUT_ALIKE)
         if any(reader.op == "output" for reader in read_by) or _reads_by_strides(node):
             returned.add(node)
         if not read_by.isdisjoint(backward):
@@ -339,8 +349,8 @@ def _refresh(node: fx.Node) -> None:
             continue
         before, value = _layout(user), user.meta["val"]
         try:
-            if not is_operator(user.target):
-                raise ValueError(f"{user.target} is no operator")
+            if not _takes_any_strides(user.target):
+                raise ValueError(f"{user.target} may need its arguments as they were")
             set_value(user)
         except (RuntimeError, ValueError):
             user.meta["val"] = value
@@ -350,6 +360,16 @@ def _refresh(node: fx.Node) -> None:
                 _refresh(user)
             elif is_view(user):
                 refresh_views(user)
+
+
+def _takes_any_strides(target: Any) -> bool:
+    """Whether an operator is right for any strides of its arguments, or refuses them.
+
+    PyTorch's own are, and f8fx's. A custom one may be given memory and sizes alone, which its fake implementation does not tell.
+    """
+    if not is_operator(target):
+        return False
+    return is_of_torch(target) or target.namespace == "f8fx" or torch.Tag.flexible_layout in target.tags
 
 
 def _read_copy(user: fx.Node, node: fx.Node) -> None:

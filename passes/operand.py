@@ -209,6 +209,13 @@ def is_given(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
+def is_part_of(node: fx.Node, tensors: Collection[fx.Node]) -> bool:
+    """Whether a value lies in one of the tensors, at most viewed, moved or sliced."""
+    while node.op == "call_function" and node.target in MOVEMENTS:
+        node = node.all_input_nodes[0]
+    return node in tensors
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The node under all views and permutes: what is read from memory."""
     while node.op == "call_function" and (node.target in SAME_ORDER or node.target in PERMUTES):

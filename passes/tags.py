@@ -37,21 +37,26 @@ class Tags:
     """Sets recomputation marks on inserted nodes, in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        _keep_computed_from_overwritten(graph)
+        kept = _keep_computed_from_overwritten(graph)
         for node in reversed(graph.nodes):
-            if node.op == "call_function" and "f8fx" in node.meta and not node.meta["f8fx"].is_result:
+            if node.op != "call_function" or "f8fx" not in node.meta or node in kept:
+                continue
+            if not node.meta["f8fx"].is_result:
                 _mark(node)
 
 
-def _keep_computed_from_overwritten(graph: fx.Graph) -> None:
+def _keep_computed_from_overwritten(graph: fx.Graph) -> set[fx.Node]:
+    kept: set[fx.Node] = set()
     overwritten = overwritten_inputs(graph)
     if not overwritten or not backward_nodes(graph):
-        return
+        return kept
     for source in overwritten:
         for reader in readers(source, MOVEMENTS):
             is_write = reader.target is torch.ops.aten.copy_.default
             if reader.op == "call_function" and not is_write and "recompute" not in reader.meta:
                 reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                kept.add(reader)
+    return kept
 
 
 def _mark(node: fx.Node) -> None:

@@ -415,6 +415,27 @@ def test_a_filter_function_that_raises_is_the_users_error():
         compiled(Net(), strict=False, filter_fn=broken)(randn(16, 32))
 
 
+def test_a_filter_function_that_raises_in_a_later_graph_does_too():
+    """Where an earlier one, here the other branch, has been converted."""
+    asked = []
+
+    def broken(fqn, gemm):
+        asked.append(fqn)
+        if len(asked) > 3:
+            raise KeyError("mine")
+        return True
+
+    w, v = (nn.Parameter(randn(64, 64, seed=i, grad=False)) for i in (1, 2))
+
+    def f(x):
+        return torch.cond(
+            x.float().sum() > 0, lambda x: F.linear(x, w).sin(), lambda x: F.linear(x, v).cos(), (x,)
+        )
+
+    with pytest.raises(Exception, match="filter_fn raised KeyError"):
+        compiled(f, strict=False, filter_fn=broken)(randn(32, 64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_failure_in_the_backward_alone_falls_back_as_well(monkeypatch, dynamic):

@@ -108,3 +108,52 @@ def test_values_of_views_share_memory_with_what_they_are_views_of(merge):
 
     joint_graphs(layers, randn(4, 16, 64), transform=transform)
     assert len(views) > 5 and not wrong
+
+
+def cast(x, b, w):
+    with torch.autocast("cpu", dtype=bf16):
+        return F.linear(x, b)
+
+
+def cat_of_weights(x, b, w):
+    return F.linear(x, torch.cat([b[:32].to(bf16), w[:32]]))
+
+
+def cat_of_columns(x, b, w):
+    return F.linear(torch.cat([x, b.to(bf16)[:32]], 1), torch.cat([w, w], 1))
+
+
+def repeated(x, b, w):
+    return torch.bmm(x.view(4, 8, 64), b.to(bf16).t().expand(4, 64, 64).contiguous())
+
+
+OF_FLOAT32 = [
+    (cast, torch.float32, False),
+    (cast, torch.float32, True),
+    (cat_of_weights, torch.float32, True),
+]
+OF_BF16 = [(cat_of_weights, bf16, False), (cat_of_columns, bf16, False), (repeated, bf16, False)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("function", "dtype", "trained"), OF_FLOAT32 + OF_BF16)
+def test_a_copy_of_what_is_overwritten_after_its_use(function, recipe, dtype, trained):
+    """The copy is there to keep the values for the backward: its source is not read in its place."""
+
+    def f(x, b, w):
+        y = function(x, b, w)
+        with torch.no_grad():
+            b.mul_(-1)
+        return y
+
+    results = []
+    for call in (f, compiled(f, recipe=recipe)):
+        x, w = randn(32, 64), randn(64, 64, seed=1)
+        b = nn.Parameter(randn(64, 64, grad=False, seed=2).to(dtype), requires_grad=trained)
+        y = call(x, b, w)
+        y.backward(randn(*y.shape, grad=False, seed=3).to(y.dtype))
+        results.append((y.detach(), x.grad, w.grad, b.detach()))
+    for want, got in zip(*results, strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            assert torch.equal(want, got) or sqnr(want, got) > 18

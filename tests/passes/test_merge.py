@@ -9,6 +9,7 @@ from expecttest import TestCase
 from torch import nn
 
 import f8fx
+from f8fx import recording
 from f8fx.demo.model import Decoder, DecoderConfig
 from tests.helpers import bf16, compiled, graph_after, joint_graphs, randn, sqnr
 
@@ -430,3 +431,76 @@ def test_dynamic_sizes():
         x, (a, b) = randn(rows, K, grad=False), weights(64, 64, grad=False)
         with torch.no_grad():
             assert sqnr(gate_up(x, a, b), step(x, a, b)) > 20
+
+
+# -- users that a slice of the product does not suit
+
+
+@torch.library.custom_op("f8fx_tests::doubled", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that is given memory and sizes."""
+    return torch.as_strided(x, x.shape, (x.shape[1], 1)).clone() * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_custom_operators_read_what_they_read_before(executor):
+    x, a, b = randn(32, 64, grad=False), randn(64, 64, grad=False, seed=1), randn(64, 64, grad=False, seed=2)
+
+    def f(x):
+        return doubled(F.linear(x, a)), doubled(F.linear(x, b).view(32, 64))
+
+    for want, got in zip(f(x), compiled(f, target="h100", executor=executor)(x), strict=True):
+        assert sqnr(want, got) > 20
+
+
+def overwritten_columns(y):
+    y[:, :8] = 0
+    return y
+
+
+def overwritten_row(y):
+    y[0] = 1
+    return y
+
+
+def overwritten_diagonal(y):
+    y.diagonal().zero_()
+    return y
+
+
+@pytest.mark.parametrize(
+    "use", [overwritten_columns, overwritten_row, overwritten_diagonal, lambda y: y.unfold(1, 8, 4)]
+)
+def test_outputs_lie_in_memory_as_they_did(use):
+    x, a, b = randn(24, 16), randn(64, 16, seed=1), randn(64, 16, seed=2)
+
+    def f(x, a, b):
+        return use(F.linear(x, a)), F.linear(x, b).sin()
+
+    with recording() as reports:
+        got = compiled(f, target="h100")(x, a, b)[0]
+    assert reports[0].merges[0].merged
+    want = f(x, a, b)[0]
+    assert got.stride() == want.stride()
+    assert got.untyped_storage().nbytes() == want.untyped_storage().nbytes()
+
+
+def test_the_sum_of_gradients_may_lie_otherwise():
+    """One that began with a turned summand; autograd takes it as it is."""
+    x, ws = randn(2, 2, 16, 32), [randn(32, 32, seed=i, grad=i > 1) for i in (1, 2, 3)]
+
+    def f(x, a, b, c):
+        turned = F.linear(x.transpose(0, -2), c)
+        return turned, torch.matmul(x.unsqueeze(0), a.t()).squeeze(0) * F.linear(x, b)
+
+    results = []
+    for call in (f, compiled(f, target="h100", recipe="rowwise_with_gw_hp")):
+        x.grad = None
+        sum(y.float().square().sum() for y in call(x, *ws)).backward()
+        results.append(x.grad)
+    assert sqnr(*results) > 20 and results[0].stride() == results[1].stride()
