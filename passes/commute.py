@@ -165,16 +165,23 @@ def _name(node: fx.Node) -> str:
 # -- padding
 
 
+_CUT = "the end of it is dropped, and may be more than padding"
+
+
 def _check_padding(gathered: Gathered, reader: Reader, step: Step, rank_in: RankIn) -> None:
     """What an uneven shard is padded with may not count in its amax: it has to be zeros.
 
-    Each rank vouches for its own shard. That all ranks come to the same decision is checked elsewhere
-    (:mod:`passes.agree`).
+    Shards are padded to the size of the largest: what cuts more off is no unpadding, on any rank. Beyond that each
+    rank vouches for its own shard. That all ranks come to the same decision is checked elsewhere
+    (:mod:`f8fx.agreement`).
     """
     length, end = shape_of(gathered.shard)[step.dim], shape_of(step.result)[step.dim]
     rank = rank_in(gathered.group)
     if rank is None or not isinstance(length, int) or not isinstance(end, int):
-        raise _Refused("the end of it is dropped, and may be more than padding")
+        raise _Refused(_CUT)
+    whole = gathered.group_size * length
+    if -(-end // gathered.group_size) != length:
+        raise _Refused(_CUT, f"{whole - end} of {whole} rows")
     dropped = min(max((rank + 1) * length - end, 0), length)
     node, padded = gathered.shard, 0
     while node.op == "call_function":
@@ -186,9 +193,7 @@ def _check_padding(gathered: Gathered, reader: Reader, step: Step, rank_in: Rank
             break
         node = node.args[0]  # type: ignore[assignment]
     if dropped > padded:
-        raise _Refused(
-            "the end of it is dropped, and may be more than padding", f"{dropped} of {length} rows"
-        )
+        raise _Refused(_CUT, f"{dropped} of {length} rows")
 
 
 # -- copies

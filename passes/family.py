@@ -19,7 +19,7 @@ from f8fx.recipe import Role
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
-from .operand import SAME_ORDER, is_elementwise, is_gathered, shape_of
+from .operand import CASTS, SAME_ORDER, is_elementwise, is_gathered, shape_of
 
 aten = torch.ops.aten
 
@@ -344,10 +344,18 @@ def _sum(members: Sequence[Convert]) -> Sum | None:
 def _through_views(node: fx.Node) -> fx.Node:
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target not in SAME_ORDER:
+        if user.target not in SAME_ORDER and not _widens(user):
             break
         node = user
     return node
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether values are cast to float32, as under autocast: the sum of the gradients is not rounded after each addition.
+
+    Merged it is rounded once, behind the accumulator.
+    """
+    return node.target in CASTS and node.meta["val"].dtype == torch.float32
 
 
 def _additions(node: fx.Node) -> list[fx.Node]:

@@ -39,16 +39,19 @@ from . import fqn
 from .gemm import Gemm, Operand, Size, Unmatched
 from .operand import (
     CASTS,
+    PERMUTES,
     base_of,
     flat_base,
     input_of,
     is_part_of,
     is_same,
+    keeps_order,
     repeated_matrix,
     shape_of,
     trace,
 )
 from .parameters import is_marked, of_parameters
+from .rewrite import MARKS
 
 aten = torch.ops.aten
 
@@ -162,7 +165,7 @@ class _Walk:
     def _trace(self, node: fx.Node) -> _Traced:
         source, transposed = trace(node)
         shape = shape_of(source)
-        key = (_identity(flat_base(source)), str(shape[-2]), str(shape[-1]), len(shape))
+        key = (_identity(source), str(shape[-2]), str(shape[-1]), len(shape))
         return _Traced(self.representatives.setdefault(key, source), transposed)
 
     def _through_cast(self, traced: _Traced) -> _Traced:
@@ -356,9 +359,20 @@ def _is_matrix(node: fx.Node) -> bool:
 
 
 def _identity(node: fx.Node) -> Hashable:
-    """Equal for nodes with the same elements: a tensor that is float8 already has a marker for each use."""
+    """Equal for nodes with the same elements in the same order.
+
+    A tensor that is float8 already has a marker for each use. Autocast casts a tensor once for each layer that reads
+    it, and every ``einsum`` permutes dimensions of size 1 for itself.
+    """
+    node = flat_base(node)
+    while node.target in PERMUTES and keeps_order(node):
+        node = flat_base(node.args[0])  # type: ignore[arg-type]
+    kwargs = tuple(sorted(node.kwargs.items(), key=lambda item: item[0]))
     if node.target in ops.MARKERS:
-        return (node.target, node.args, tuple(sorted(node.kwargs.items(), key=lambda item: item[0])))
+        return (node.target, node.args, kwargs)
+    if node.target in CASTS and isinstance(node.args[0], fx.Node):
+        marks = (node.meta.get(mark) for mark in MARKS)
+        return (node.target, _identity(node.args[0]), *node.args[1:], kwargs, *marks)
     return node
 
 

@@ -53,7 +53,7 @@ from .family import Apart, Family, families, gemms, users_between
 from .find import backward_nodes
 from .gemm import Gemm
 from .merge_worth import Paying, judged, merge_decision, noted
-from .operand import MOVEMENTS, SAME_ORDER, readers, shape_of
+from .operand import CASTS, MOVEMENTS, SAME_ORDER, readers, shape_of
 from .rewrite import Inserter, Provenance, refresh_views, take_over
 
 aten = torch.ops.aten
@@ -393,8 +393,9 @@ def _names(members: Sequence[Gemm]) -> str:
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Takes a replaced matmul out, with the views and sums that read it and are read by nothing now."""
+    """Takes a replaced matmul out, with the views, casts and sums that read it and are read by nothing now."""
     for user in list(node.users):
-        assert user.target in SAME_ORDER or user.target is aten.add.Tensor, f"{node} is still read by {user}"
+        is_its_own = user.target in SAME_ORDER or user.target in CASTS or user.target is aten.add.Tensor
+        assert is_its_own, f"{node} is still read by {user}"
         _erase_unused(graph, user)
     graph.erase_node(node)

@@ -110,15 +110,27 @@ def _product(sizes: list) -> int | torch.SymInt:
     return result
 
 
+def keeps_order(node: fx.Node) -> bool:
+    """Whether a permute moves dimensions of size 1 only."""
+    order = _moved(node)
+    return order == sorted(order)
+
+
+def _moved(node: fx.Node) -> list[int]:
+    """The permutation without dimensions of size 1."""
+    source = shape_of(node.args[0])  # type: ignore[arg-type]
+    return [d for d in permutation(node) if not is_same(source[d], 1)]
+
+
 def _is_swap(node: fx.Node, rows: int | torch.SymInt) -> bool | None:
     """How a permute acts on its input seen as a matrix: transposes it, leaves it, or neither (None).
 
     The *output* is seen as ``[rows, columns]`` with ``rows`` given.
     """
-    source = shape_of(node.args[0])  # type: ignore[arg-type]
-    order = [d for d in permutation(node) if not is_same(source[d], 1)]
-    if order == sorted(order):
+    if keeps_order(node):
         return False
+    source = shape_of(node.args[0])  # type: ignore[arg-type]
+    order = _moved(node)
     for split in range(1, len(order)):
         swapped = order[split:] + order[:split]
         if swapped == sorted(order) and is_same(_product([source[d] for d in order[:split]]), rows):

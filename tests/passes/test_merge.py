@@ -11,7 +11,7 @@ from torch import nn
 import f8fx
 from f8fx import recording
 from f8fx.demo.model import Decoder, DecoderConfig
-from tests.helpers import bf16, compiled, graph_after, joint_graphs, randn, sqnr
+from tests.helpers import Block, bf16, compiled, gradients, graph_after, joint_graphs, randn, sqnr
 
 #: The cost model is asked about a GPU; sizes are large enough for it to see a gain.
 H100 = {"target": "h100"}
@@ -504,3 +504,22 @@ def test_the_sum_of_gradients_may_lie_otherwise():
         sum(y.float().square().sum() for y in call(x, *ws)).backward()
         results.append(x.grad)
     assert sqnr(*results) > 20 and results[0].stride() == results[1].stride()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_under_autocast(recipe):
+    """Each layer has its own cast of the input, and the gradients are added up in float32."""
+    torch.manual_seed(0)
+    model = Block(128, 256)
+    x, grad = randn(256, 128, dtype=torch.float32), randn(256, 128, grad=False, seed=1)
+    results = []
+    for merge in ("never", "auto"):
+        with recording() as reports, torch.autocast("cpu", bf16):
+            call = compiled(model, target="h100", recipe=recipe, merge=merge)
+            results.append(gradients(model, call, x, grad.float()))
+    assert [m.merged for m in reports[0].merges] == [True]
+    assert reports[0].converted == 9 and reports[0].gemms == 6
+    plain = gradients(model, torch.autocast("cpu", bf16)(model), x, grad.float())
+    for name, exact in plain.items():
+        apart, merged = (sqnr(exact, result[name]) for result in results)
+        assert merged >= apart - 0.3, (name, apart, merged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
@@ -344,3 +345,28 @@ class TestReadInHighPrecision:
             True,
         ]
         assert report.converted == 2 and report.total == 5
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_einsums_of_one_input_read_one_cast(batch):
+    """Though each permutes dimensions of size 1 for itself."""
+    weights = [randn(32, 4, 16, grad=False, seed=seed) for seed in (1, 2, 3)]
+
+    def f(x):
+        return [torch.einsum("bnd,dhk->bnhk", x, w) for w in weights]
+
+    text = graph_after(f, randn(batch, 16, 32, grad=False))
+    assert text.count("= f8fx.quantize(") == 4 and text.count("_scaled_mm(") == 3
+
+
+def test_layers_under_autocast_read_one_cast():
+    """Though each has its own cast of the float32 input."""
+    first, second = (randn(48, 32, dtype=torch.float32, grad=False, seed=seed) for seed in (1, 2))
+
+    def f(x):
+        h = x.sin()
+        with torch.autocast("cpu", bf16):
+            return F.linear(h, first), F.linear(h, second)
+
+    text = graph_after(f, randn(16, 32, dtype=torch.float32, grad=False))
+    assert text.count("= f8fx.quantize(") == 3 and text.count("_scaled_mm(") == 2
