@@ -69,6 +69,14 @@ _LEFT = {
     aten._scaled_mm.default: "already float8",
     aten._grouped_mm.default: "grouped matmul of experts",
 }
+#: Where their left operands are, ``[..., m, k]``.
+_LEFT_OPERAND = {
+    aten.baddbmm.default: 1,
+    aten.mv.default: 0,
+    aten.addmv.default: 1,
+    aten._scaled_mm.default: 0,
+    aten._grouped_mm.default: 0,
+}
 _COMPUTE = frozenset((*_GEMMS, *_LEFT))
 
 
@@ -228,7 +236,7 @@ class _Walk:
         parameters = [found for found in map(_expanded_parameter, sides) if found is not None]
         if any(not _is_matrix(found) for found in parameters):
             reason = _BATCHED_WEIGHT
-        elif not is_same(shape_of(node)[0], 1) and (parameters or any(map(repeated_matrix, sides))):
+        elif parameters or (not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))):
             reason = _BATCHED_MATRIX
         else:
             reason = _BATCHED
@@ -322,7 +330,8 @@ class _Walk:
             m, k, n = _sizes(node, self._operands(node))
         else:
             shape = shape_of(node)
-            m, k, n = (shape[-2] if len(shape) > 1 else 1), -1, shape[-1] if shape else 1
+            m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
+            k = shape_of(node.args[_LEFT_OPERAND[node.target]])[-1]  # type: ignore[index,arg-type]
         role: Role = "grad_input" if self._is_backward(node) else "output"
         if reason == _BATCHED_GRADIENT:
             role = "grad_weight"

@@ -72,7 +72,12 @@ def test_sqnr_against_bf16_and_torchao(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "save"), [("tensorwise", "lean"), ("rowwise", "fast"), ("rowwise_with_gw_hp", "lean")]
+    ("recipe", "save"),
+    [
+        ("tensorwise", "lean"),
+        ("rowwise", "fast"),
+        pytest.param("rowwise_with_gw_hp", "lean", marks=pytest.mark.long),
+    ],
 )
 def test_merged_gemms(recipe, save):
     """Parts of one operand are cast into one buffer, in both layouts, and slices of results are read in place."""

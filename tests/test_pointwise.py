@@ -139,7 +139,13 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+#: Kernels that differ from others' by a few statements of the same words.
+ALIKE = {"leaky relu", "tanh", "softcap", "hard swish"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in FUNCTIONS]
+)
 @pytest.mark.parametrize("module", [Activated, Gated, Masked])
 def test_activation_functions(name, module):
     function = FUNCTIONS[name]

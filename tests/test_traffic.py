@@ -51,7 +51,7 @@ def test_a_llama_block_of_8192_tokens(case):
             assert readme == figures
 
 
-@pytest.mark.parametrize("model", ["mlp", "norm_linear"])
+@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.long), "norm_linear"])
 def test_the_command_counts_every_recipe(model, tmp_path, capsys):
     path = tmp_path / "traffic.json"
     assert traffic.main(["--model", model, "--sequence", "256", "--json", str(path)]) == 0

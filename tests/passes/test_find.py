@@ -393,3 +393,10 @@ def test_gradients_in_the_body_of_a_branch_have_their_roles():
     roles = {(d.role, d.converted) for d in reports[0].decisions}
     assert ("grad_weight", False) in roles and ("grad_weight", True) not in roles
     assert ("output", True) in roles and ("grad_input", True) in roles
+
+
+def test_a_batched_matmul_that_adds_is_left_with_sizes_and_the_true_reason():
+    weight = nn.Parameter(randn(1, 32, 48, grad=False))
+    report = report_of(lambda x: torch.baddbmm(x.new_ones(1), x, weight), randn(1, 16, 32, grad=False))
+    left = report.decisions[0]
+    assert (left.reason, left.m, left.k, left.n) == ("batched matmul with one matrix", 16, 32, 48)
