@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,16 @@ from f8fx.torch_private import (
     gather_group,
     gather_outputs,
     in_backward,
+    keep_padded_shard,
     reshard_group,
     reshards_after_forward,
     saved_tensors_are_read,
     set_gather_outputs,
+    storage_key,
 )
+
+if TYPE_CHECKING:
+    from .shard import Float8Shard
 
 Wanted = Literal["auto", "both"]
 
@@ -81,6 +86,7 @@ class Copies:
     _outputs: list[Tensor] | None = field(default=None, repr=False)
     _alternates: bool | None = field(default=None, repr=False)
     _said: bool = field(default=False, repr=False)
+    _stays: bool = field(default=False, repr=False)
     _trained: bool = field(default=False, repr=False)
 
     # -- what is sent
@@ -152,6 +158,16 @@ class Copies:
             self._searched = True
             self._group, self._parameter = fsdp_parameter_of(self.model, self._is_shard)
         return reshards_after_forward(self._group)
+
+    def stays_in_memory(self, shard: Float8Shard) -> None:
+        """Somebody shares the memory of a shard, who is not to be left behind when FSDP2 looks at it again."""
+        is_padded = shard.plain.untyped_storage().nbytes() > shard.plain.nbytes
+        if self._stays or not is_padded:
+            return
+        _, parameter = fsdp_parameter_of(self.model, self._is_shard)
+        if parameter is not None:
+            keep_padded_shard(parameter, lambda local: storage_key(local.plain))
+            self._stays = True
 
     def _is_shard(self, local: Tensor) -> bool:
         weight = getattr(local, "weight", None)

@@ -313,6 +313,8 @@ class _SavePlain:
         local = local_tensor(value) if isinstance(value, DTensor) else value
         if not isinstance(local, Float8Shard):
             return
+        if isinstance(value, DTensor):
+            local.weight.copies.stays_in_memory(local)
         plain = _counted(local, getattr(module, self.name)).detach()
         state_dict[key] = _with_local(value, plain) if isinstance(value, DTensor) else plain
 

@@ -138,18 +138,12 @@ class Float8Shard(torch.Tensor):
         if func not in _STAYS or not isinstance(args[0], Float8Shard):
             return result
         source = args[0]
-        if func is aten.view.default and result.dim() == 1:
-            return result  # no weight: FSDP2's note of the memory, which it knows again if it is plain
 
         def wrap(value: Tensor) -> Float8Shard:
             is_view = storage_key(value) == storage_key(source.plain)
             return Float8Shard(value, source.weight, source.changes if is_view else None)
 
         return tree_map_only(Tensor, wrap, result)
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory of the plain tensor, by which FSDP2 knows a shard that it has padded before."""
-        return self.plain.untyped_storage()
 
     def version(self) -> tuple[Any, ...]:
         """Differs from an earlier one if an operator may have changed the elements since."""

@@ -51,6 +51,28 @@ def fsdp_parameter_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> t
     return None, None
 
 
+def keep_padded_shard(parameter: Any, memory_of: Callable[[Any], Any]) -> None:
+    """From now on FSDP2 leaves a shard where it is if it has padded it before, as it does with plain tensors.
+
+    ``FSDPParam.reset_sharded_param``, called before the first forward and after ``load_state_dict``, copies a smaller
+    shard of a tensor subclass into new memory each time, since it does not know its memory again; what shares it, such
+    as a state dict, is left behind. ``_sharded_param_data`` is the padded memory.
+
+    Args:
+        parameter: of FSDP2, with a shard that is a tensor subclass.
+        memory_of: tells one memory from another, for the subclass.
+    """
+    reset, info = parameter.reset_sharded_param, parameter._module_info
+
+    def reset_unless_known() -> None:
+        now = getattr(info.module, info.param_name)
+        is_known = memory_of(local_tensor(now)) == memory_of(parameter._sharded_param_data)
+        if now is not parameter.sharded_param or not is_known:
+            reset()
+
+    parameter.reset_sharded_param = reset_unless_known
+
+
 def gather_outputs(parameter: Any) -> list[torch.Tensor]:
     """What FSDP2 receives a parameter's gathers in, one tensor for each that a rank sends; empty before the first.
 
