@@ -22,15 +22,16 @@ backward. It must be the same computation, or it stays as it is:
 
 * the layers read the very same input, are converted in the same way, and need no padding;
 * all weights are known before the first of the matmuls, and none is gathered for it;
-* the gradients of the input are only used in one sum, those of the weights after the last of them;
+* the gradients of the input are only used in one sum (behind casts to float32, under autocast), those of the
+  weights after the last of them;
 * activation checkpointing treats them alike.
 
 What is not merged though it reads an input that others read is reported with its reason
 (:class:`f8fx.report.MergeDecision`).
 
 A column slice that has to outlive the forward would keep the whole product alive, one that leaves
-the graph would have strides no matmul gives, and one that ``as_strided`` reads would be read at wrong
-places: those are copied out.
+the graph would have strides no matmul gives, and one that ``as_strided`` or a custom operator reads would be
+read at wrong places: those are copied out.
 """
 
 from __future__ import annotations
