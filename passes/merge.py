@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
@@ -46,16 +46,15 @@ from torch import fx
 from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.report import MergeDecision
-from f8fx.torch_private import is_of_torch, is_operator
 
 from .choice import Choice, Convert, current, reading
-from .fake import is_view, set_value
 from .family import Apart, Family, families, gemms, users_between
 from .find import backward_nodes
 from .gemm import Gemm
 from .merge_worth import Paying, judged, merge_decision, noted
 from .operand import CASTS, MOVEMENTS, SAME_ORDER, readers, shape_of
-from .rewrite import Inserter, Provenance, refresh_views, take_over
+from .rewrite import Inserter, Provenance
+from .strides import replace_laid_out
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -291,7 +290,7 @@ class _Rewrite:
         return current(node, self.replaced)
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        _replace(old, new)
+        replace_laid_out(old, new)
         self.replaced[old] = new
 
     def _before(self, gemm: Gemm) -> Inserter:
@@ -329,64 +328,6 @@ def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.No
 def _reads_by_strides(node: fx.Node) -> bool:
     """Whether something finds a value's elements by where they lie in memory, not by their indices."""
     return any(reader.target in _BY_STRIDES for reader in readers(node, MOVEMENTS))
-
-
-def _replace(old: fx.Node, new: fx.Node) -> None:
-    """Makes all users of a node read another, whose strides may differ."""
-    if _layout(old) == _layout(new):
-        take_over(old, new)
-    else:
-        old.replace_all_uses_with(new)
-        _refresh(new)
-
-
-def _refresh(node: fx.Node) -> None:
-    """Computes the fake values anew that depend on a node's strides, as far as they make a difference.
-
-    A user that these strides do not suit, or of whose need of them nothing is known, reads a copy.
-    """
-    for user in list(node.users):
-        if user.op != "call_function" or "val" not in user.meta:
-            continue
-        before, value = _layout(user), user.meta["val"]
-        try:
-            if not _takes_any_strides(user.target):
-                raise ValueError(f"{user.target} may need its arguments as they were")
-            set_value(user)
-        except (RuntimeError, ValueError):
-            user.meta["val"] = value
-            _read_copy(user, node)
-        else:
-            if _layout(user) != before:
-                _refresh(user)
-            elif is_view(user):
-                refresh_views(user)
-
-
-def _takes_any_strides(target: Any) -> bool:
-    """Whether an operator is right for any strides of its arguments, or refuses them.
-
-    PyTorch's own are, and f8fx's. A custom one may be given memory and sizes alone, which its fake implementation does not tell.
-    """
-    if not is_operator(target):
-        return False
-    return is_of_torch(target) or target.namespace == "f8fx" or torch.Tag.flexible_layout in target.tags
-
-
-def _read_copy(user: fx.Node, node: fx.Node) -> None:
-    graph = node.graph
-    with graph.inserting_before(user):
-        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-    copy.meta = dict(node.meta)
-    set_value(copy)
-    user.replace_input_with(node, copy)
-
-
-def _layout(node: fx.Node) -> object:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype
-    return None if value is None else type(value)
 
 
 def _names(members: Sequence[Gemm]) -> str:

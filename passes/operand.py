@@ -127,10 +127,9 @@ def _is_swap(node: fx.Node, rows: int | torch.SymInt) -> bool | None:
 
     The *output* is seen as ``[rows, columns]`` with ``rows`` given.
     """
-    if keeps_order(node):
+    source, order = shape_of(node.args[0]), _moved(node)  # type: ignore[arg-type]
+    if order == sorted(order):
         return False
-    source = shape_of(node.args[0])  # type: ignore[arg-type]
-    order = _moved(node)
     for split in range(1, len(order)):
         swapped = order[split:] + order[:split]
         if swapped == sorted(order) and is_same(_product([source[d] for d in order[:split]]), rows):

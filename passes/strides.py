@@ -1,0 +1,73 @@
+"""A value replaced by one that lies otherwise in memory: whoever reads it is given what suits him."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from f8fx.torch_private import is_of_torch, is_operator
+
+from .fake import is_view, set_value
+from .rewrite import refresh_views, take_over
+
+aten = torch.ops.aten
+
+
+def replace_laid_out(old: fx.Node, new: fx.Node) -> None:
+    """Makes all users of a node read another, whose strides may differ."""
+    if _layout(old) == _layout(new):
+        take_over(old, new)
+    else:
+        old.replace_all_uses_with(new)
+        _refresh(new)
+
+
+def _refresh(node: fx.Node) -> None:
+    """Computes the fake values anew that depend on a node's strides, as far as they make a difference.
+
+    A user that these strides do not suit, or of whose need of them nothing is known, reads a copy.
+    """
+    for user in list(node.users):
+        if user.op != "call_function" or "val" not in user.meta:
+            continue
+        before, value = _layout(user), user.meta["val"]
+        try:
+            if not _takes_any_strides(user.target):
+                raise ValueError(f"{user.target} may need its arguments as they were")
+            set_value(user)
+        except (RuntimeError, ValueError):
+            user.meta["val"] = value
+            _read_copy(user, node)
+        else:
+            if _layout(user) != before:
+                _refresh(user)
+            elif is_view(user):
+                refresh_views(user)
+
+
+def _takes_any_strides(target: Any) -> bool:
+    """Whether an operator is right for any strides of its arguments, or refuses them.
+
+    PyTorch's own are, and f8fx's. A custom one may be given memory and sizes alone, which its fake implementation does not tell.
+    """
+    if not is_operator(target):
+        return False
+    return is_of_torch(target) or target.namespace == "f8fx" or torch.Tag.flexible_layout in target.tags
+
+
+def _read_copy(user: fx.Node, node: fx.Node) -> None:
+    graph = node.graph
+    with graph.inserting_before(user):
+        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(node.meta)
+    set_value(copy)
+    user.replace_input_with(node, copy)
+
+
+def _layout(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype
+    return None if value is None else type(value)
