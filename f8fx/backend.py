@@ -9,7 +9,6 @@ only; what is global are the lowerings of our operators (:mod:`f8fx.lowerings`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from .torch_private import (
     check_version,
     compile_fx_module,
     compiles_ahead_of_time,
+    copy_of_graph,
     eager_backward_lowering,
     inductor_config,
     joint_custom_pre_pass,
@@ -166,7 +166,7 @@ def compile_graph(
     own_split = _partitions(options, config) and not _copies_inputs(config)
     reads = ANYTHING if weights and not own_split else NOTHING
     # compilers take over the graph they are given: keep one for another attempt
-    spare = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if weights or not options.strict else None
+    spare = copy_of_graph(gm) if weights or not options.strict else None
 
     def attempt(graph: fx.GraphModule, keep_to_halves: bool) -> Callable[..., Any]:
         run = _runner(options, config, compile_fx, keep_to_halves)
@@ -185,7 +185,7 @@ def compile_graph(
                 raise
             reads = other.reads
             graph_pass.begin_again(reads)
-            compiled = attempt(fx.GraphModule(spare, copy.deepcopy(spare.graph)), keep_to_halves=False)
+            compiled = attempt(copy_of_graph(spare), keep_to_halves=False)
     except Exception as error:
         sends_float8 = any(g.moved for report in graph_pass.reports for g in report.gathers)
         # the other ranks go on: this one must not send something else

@@ -340,9 +340,11 @@ def of_device(device: torch.device) -> Hardware:
 
     A CUDA GPU that is not in the table is described by the entry of the nearest capability not
     above its own (a GPU older than sm_89 has no float8); an AMD GPU other than MI300 likewise gets no
-    float8, since the flavour of its dtypes is not known. A device of any other type, and ``"cuda"``
-    where CUDA is not available, is treated like ``"cpu"``.
+    float8, since the flavour of its dtypes is not known. Other accelerators (``mps``, ``xpu``) get none, since
+    nothing was tried there. ``"meta"``, and ``"cuda"`` where CUDA is not available, are treated like ``"cpu"``.
     """
+    if device.type not in ("cuda", "cpu", "meta"):
+        return _without_float8(_CPU, device.type, device.type)
     if device.type != "cuda" or not torch.cuda.is_available():
         return _CPU
     device_name = torch.cuda.get_device_name(device)

@@ -97,7 +97,7 @@ class MergeDecision:
 
 
 @dataclass(frozen=True)
-class GatherDecision:
+class CollectiveDecision:
     """One all-gather of the graph and whether it carries float8.
 
     Attributes:
@@ -162,7 +162,7 @@ class GraphReport:
     decisions: list[Decision] = field(default_factory=list)
     merges: list[MergeDecision] = field(default_factory=list)
     reused_weights: int = 0
-    gathers: list[GatherDecision] = field(default_factory=list)
+    gathers: list[CollectiveDecision] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
     cached: bool = False
@@ -245,7 +245,7 @@ class GraphReport:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> GraphReport:
         """The inverse of :meth:`to_dict`."""
-        gathers = [GatherDecision(**{**g, "shape": tuple(g["shape"])}) for g in data.get("gathers", ())]
+        gathers = [CollectiveDecision(**{**g, "shape": tuple(g["shape"])}) for g in data.get("gathers", ())]
         decisions = [Decision(**d) for d in data["decisions"]]
         merges = [
             MergeDecision(

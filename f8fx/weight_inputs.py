@@ -9,7 +9,6 @@ recompilations and CUDA graphs need to know nothing about them.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from torch import fx, nn
 
 from . import weights
 from .passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
-from .torch_private import detect_fake_mode, is_fake, mark_as_dynamo_graph, mark_as_dynamo_input
+from .torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,9 +44,8 @@ def extended(
     gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: WeightInputs, training: bool
 ) -> tuple[fx.GraphModule, list[Any]]:
     """A copy of a Dynamo graph with an input for each scale and copy, and its example inputs."""
-    graph = copy.deepcopy(gm.graph)
-    result = fx.GraphModule(gm, graph)
-    mark_as_dynamo_graph(result, gm)
+    result = copy_of_graph(gm)
+    graph = result.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
     assert fake_mode is not None  # Dynamo's graphs have fake values

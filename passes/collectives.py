@@ -37,7 +37,7 @@ When it is not done
     scales are not: a rowwise recipe needs the first in the forward and the second in the backward, which is as
     many bytes as bf16. Where the gather is redone in the backward (FSDP that frees weights in between), bf16 travels
     twice, and each half gets its own float8 copy instead. Everything that stays is reported with its reason
-    (:class:`f8fx.report.GatherDecision`). Gradients are reduced in high precision.
+    (:class:`f8fx.report.CollectiveDecision`). Gradients are reduced in high precision.
 
 On the wire
     NCCL takes float8; gloo rejects it, so there the data is viewed as bytes. By default the group's backend
@@ -53,7 +53,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from f8fx.report import GatherDecision
+from f8fx.report import CollectiveDecision
 from f8fx.torch_private import group_backend, group_rank
 
 from . import fqn
@@ -87,7 +87,7 @@ class Collectives:
     def __init__(self, wire: Wire = "auto") -> None:
         self.wire = wire
 
-    def __call__(self, graph: fx.Graph) -> list[GatherDecision]:
+    def __call__(self, graph: fx.Graph) -> list[CollectiveDecision]:
         """Rewrites the graph and says what became of each gather."""
         if self.wire != "off":
             expose_gemms(graph)
@@ -136,7 +136,7 @@ def _erase_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _report(decision: Move | Stay, gathered: Gathered, backward: bool) -> GatherDecision:
+def _report(decision: Move | Stay, gathered: Gathered, backward: bool) -> CollectiveDecision:
     value = gathered.nodes[0].meta["val"]
     common: dict[str, Any] = {
         "fqn": fqn.of_node(gathered.nodes[0]),
@@ -146,6 +146,6 @@ def _report(decision: Move | Stay, gathered: Gathered, backward: bool) -> Gather
         "backward": backward,
     }
     if isinstance(decision, Stay):
-        return GatherDecision(**common, moved=False, reason=decision.reason, detail=decision.detail)
+        return CollectiveDecision(**common, moved=False, reason=decision.reason, detail=decision.detail)
     detail = f"{decision.bytes_before} bytes become {decision.bytes_after}"
-    return GatherDecision(**common, moved=True, reason="moved", detail=detail)
+    return CollectiveDecision(**common, moved=True, reason="moved", detail=detail)

@@ -17,8 +17,8 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d, size_hint
 
-from .gather import CASTS, FLOATS, Gathered, Reader, Step, is_padding, shard_axes
-from .operand import shape_of
+from .gather import FLOATS, Gathered, Reader, Step, is_padding, shard_axes
+from .operand import CASTS, shape_of
 from .rewrite import RECOMPUTED
 
 aten = torch.ops.aten

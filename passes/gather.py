@@ -28,15 +28,13 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
-from .operand import PERMUTES, SAME_ORDER, is_same, permutation, shape_of
+from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, permutation, shape_of
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 all_gather = c10d.all_gather_into_tensor.default
 wait_tensor = c10d.wait_tensor.default
 
-CASTS = frozenset((prims.convert_element_type.default, aten._to_copy.default))
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 #: Operators a cast moves across: they keep the order of the elements, or permute dimensions.
 VIEWS = frozenset((*SAME_ORDER, aten.clone.default))

@@ -18,7 +18,7 @@ from torch._inductor.utils import fresh_cache
 
 import f8fx
 from f8fx import Options, recording
-from f8fx.backend import GraphPass, _publish
+from f8fx.backend import GraphPass, _publish, compile_graph
 from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline, describe
 from f8fx.torch_private import (
@@ -241,6 +241,25 @@ def test_an_internal_failure_falls_back_with_a_warning(monkeypatch, executor):
     assert x.grad is not None
 
 
+def test_a_fallback_knows_which_inputs_keep_their_address(monkeypatch):
+    """What Dynamo says of a graph beside its nodes; without it, CUDA graphs copy parameters at each replay."""
+    monkeypatch.setattr("f8fx.passes.quantize.Quantize.__call__", _explode)
+    seen = []
+
+    def stock(gm, inputs, **kwargs):
+        sources = [node._dynamo_source for node in gm.graph.find_nodes(op="placeholder")]
+        seen.append((sources, gm._param_name_to_source, gm.meta["dynamo_compile_id"]))
+        return gm if len(seen) == 2 else compile_fx_module().compile_fx(gm, inputs, **kwargs)
+
+    def backend(gm, inputs):
+        return compile_graph(gm, inputs, Options.parse({"select": "all"}), compile_fx=stock)
+
+    with pytest.warns(UserWarning, match="runs without float8"):
+        torch.compile(Net(), backend=backend)(randn(16, 32))
+    first, second = seen
+    assert first == second
+
+
 def test_strict_raises(monkeypatch):
     monkeypatch.setattr("f8fx.passes.quantize.Quantize.__call__", _explode)
     with pytest.raises(Exception, match="no such thing"):
@@ -254,7 +273,6 @@ def test_a_users_own_failure_is_not_swallowed():
         raise Boom("the user's")
 
     gm = torch.fx.symbolic_trace(Net())
-    from f8fx.backend import compile_graph
 
     with warnings.catch_warnings(), pytest.raises(Boom, match="the user's"):
         warnings.simplefilter("error")

@@ -135,6 +135,12 @@ def test_no_float8_before_sm89(monkeypatch: pytest.MonkeyPatch, capability: tupl
     assert not hw.float8_tensor_cores and not hw.float8_dtypes and not hw.granularities
 
 
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_no_float8_where_nothing_was_tried(device: str) -> None:
+    hw = hardware.of_device(torch.device(device))
+    assert hw.name == device and not hw.float8_tensor_cores and not hw.float8_dtypes and not hw.granularities
+
+
 def test_rowwise_needs_a_recent_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, "NVIDIA B200", (10, 0), cuda="12.6")
     assert hardware.of_device(torch.device("cuda")).granularities == ("tensorwise",)
@@ -156,6 +162,6 @@ def test_amd(monkeypatch: pytest.MonkeyPatch, arch: str, float8: bool) -> None:
     assert hw.capability == arch.split(":")[0]
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta", "mps"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_everything_else_is_the_cpu(device: str) -> None:
     assert hardware.of_device(torch.device(device)).name == "cpu"

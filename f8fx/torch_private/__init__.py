@@ -48,7 +48,7 @@ from .distributed import (
 )
 from .dynamo import (
     cause_of,
-    mark_as_dynamo_graph,
+    copy_of_graph,
     mark_as_dynamo_input,
     opens_autocast,
     unnoticed_by_dynamo,
@@ -139,6 +139,7 @@ __all__ = [
     "combine_by_kind",
     "compile_fx_module",
     "compiles_ahead_of_time",
+    "copy_of_graph",
     "decompositions",
     "detect_fake_mode",
     "disabled_torch_function",
@@ -180,7 +181,6 @@ __all__ = [
     "local_part",
     "local_tensor",
     "managed_by_fsdp",
-    "mark_as_dynamo_graph",
     "mark_as_dynamo_input",
     "min_cut_partition",
     "move_pre_hook_first",

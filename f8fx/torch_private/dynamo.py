@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,18 +60,20 @@ def cause_of(error: BaseException) -> BaseException:
     return cause or error
 
 
-def mark_as_dynamo_graph(copied: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Gives a copy of a Dynamo graph what AOTAutograd reads in one beside its nodes.
+def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a Dynamo graph with what AOTAutograd reads in one beside its nodes; modules and tensors are shared.
 
     ``_dynamo_source`` of placeholders, ``_param_name_to_source`` and ``meta["dynamo_compile_id"]``: without them
     it would not know which inputs keep their address (``_try_get_metadata_from_dynamo``).
     """
-    copied.meta.update(original.meta)
-    if hasattr(original, "_param_name_to_source"):
-        copied._param_name_to_source = original._param_name_to_source
-    for new, old in zip(copied.graph.nodes, original.graph.nodes, strict=True):
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source
+    for new, old in zip(copied.graph.nodes, gm.graph.nodes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+    return copied
 
 
 def mark_as_dynamo_input(node: fx.Node, is_static: bool) -> None:

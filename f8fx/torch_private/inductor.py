@@ -6,8 +6,9 @@ import importlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, get_origin
 
-import torch
 from torch import fx
+
+from .versions import release
 
 if TYPE_CHECKING:
 
@@ -93,8 +94,7 @@ def inductor_cache_hits() -> int:
 
 def as_strided_keeps_offsets() -> bool:
     """Whether Inductor's ``as_strided`` of a view begins where the view does; torch 2.11's begins at its buffer."""
-    major_minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    return major_minor >= (2, 13)
+    return release() >= (2, 13)
 
 
 def express_min_max_as_where() -> None:
@@ -105,8 +105,7 @@ def express_min_max_as_where() -> None:
     any min or max of the user's model can be fused into such a kernel. torchao does the same for the same reason
     (``torchao/float8/_inductor_patch.py``). Can go when the oldest supported Triton has the fix.
     """
-    major_minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if major_minor < (2, 14):
+    if release() < (2, 14):
         return
     from torch._inductor.codegen.triton import TritonOverrides
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 #: The torch releases the test suite passes on.
 SUPPORTED_TORCH: tuple[str, ...] = ("2.11", "2.13", "2.15")
 
 
+def release(version: str = torch.__version__) -> tuple[int, int]:
+    """Major and minor number of a torch version, whatever build or pre-release it is: ``(2, 13)``."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise ValueError(f"{version!r} is no torch version: it begins with no two numbers")
+    return int(found[1]), int(found[2])
+
+
 def check_version(version: str = torch.__version__) -> str | None:
     """A warning for a torch version the suite is not run on; ``None`` for a supported one."""
-    if ".".join(version.split("+")[0].split(".")[:2]) in SUPPORTED_TORCH:
+    if "{}.{}".format(*release(version)) in SUPPORTED_TORCH:
         return None
     return (
         f"f8fx is tested on torch {', '.join(SUPPORTED_TORCH)}; this is {version}, which is none of them. "
@@ -23,5 +33,4 @@ def supports_rowwise_scaled_mm(device_type: str, version: str = torch.__version_
 
     2.12 is not tested and counts with 2.11: the scales are then applied to the result, which is right anywhere.
     """
-    major_minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return device_type != "cpu" or major_minor >= (2, 13)
+    return device_type != "cpu" or release(version) >= (2, 13)
