@@ -18,7 +18,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from .options import Options
 from .passes.parameters import parameter_positions
 from .passes.reuse import CastFormat, ScaleFormat, WeightInputs
 from .report import GraphReport, log
+from .sources import source_hash
 from .torch_private import group_backends, inductor_cache_dir, size_hint
 
 
@@ -68,16 +68,6 @@ class CacheKey:
 
 def _digest(parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@cache
-def source_hash() -> str:
-    """Hash of f8fx's own code: another version must never be served this one's graphs."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _module_names(gm: fx.GraphModule) -> list[str]:

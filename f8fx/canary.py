@@ -48,10 +48,10 @@ import torch
 from torch import Tensor, fx
 
 from . import ops
-from .cache import source_hash
 from .canary_cases import Case, Kind, cases, data, special
 from .hardware import of_device
 from .report import log
+from .sources import source_hash
 from .torch_private import (
     Lowering,
     compile_fx_module,

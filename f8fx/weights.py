@@ -321,9 +321,13 @@ def _watch(parameter: Tensor) -> _Watch:
     watch = _WATCHES.get(id(parameter))
     if watch is not None and watch.reference() is parameter:
         return watch
-    with _LOCK:
-        watch = _WATCHES[id(parameter)] = _Watch(parameter)
-        _SIGNALS.install()
+    with (
+        _LOCK
+    ):  # looked up again: another thread's watch must not be put out of the record while it is in use
+        watch = _WATCHES.get(id(parameter))
+        if watch is None or watch.reference() is not parameter:
+            watch = _WATCHES[id(parameter)] = _Watch(parameter)
+            _SIGNALS.install()
     return watch
 
 

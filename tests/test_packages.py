@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import f8fx
-from f8fx import cache
+from f8fx import sources
 
 ROOT = Path(f8fx.__file__).parent
 
@@ -24,11 +24,11 @@ def test_wheel_has_every_package() -> None:
 
 @pytest.mark.parametrize("folder", ["", "torch_private", "passes", "kernels"])
 def test_source_hash_changes_with_every_file(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache.source_hash.__wrapped__()
+    before = sources.source_hash.__wrapped__()
     changed = ROOT / folder / "__init__.py"
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"changed" if path == changed else read(path))
-    assert cache.source_hash.__wrapped__() != before
+    assert sources.source_hash.__wrapped__() != before
 
 
 class Private(ast.NodeVisitor):

@@ -779,3 +779,21 @@ def test_formats_are_told_apart():
     assert [tuple(t.shape) for t in got] == [(), (20, 32), (32, 32), (20,), (20, 32)]
     assert torch.equal(got[2][:, :20].view(torch.uint8), got[1].t().contiguous().view(torch.uint8))
     assert torch.equal(got[3], cast.scale(cast.amax(weight, 1), torch.float8_e4m3fn, True))
+
+
+def test_two_threads_watch_a_parameter_once(monkeypatch):
+    """Copies made under a watch that another thread replaced would not be told of changes."""
+    lock, weight, first = weights._LOCK, nn.Parameter(randn(4, 4)), []
+
+    class Late:
+        def __enter__(self):
+            lock.acquire()
+            if not first:
+                first.append(None)
+                first.append(weights._watch(weight))
+
+        def __exit__(self, *error):
+            lock.release()
+
+    monkeypatch.setattr(weights, "_LOCK", Late())
+    assert weights._watch(weight) is first[1]
