@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -115,23 +114,6 @@ def _makes_one_tensor(target: Any) -> bool:
         return False
     result = schema.returns[0]
     return result.alias_info is None and isinstance(result.type, torch.TensorType)
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's value lies in the memory of what it is made from."""
-    return node.op == "call_function" and _makes_views(node.target)
-
-
-@lru_cache(maxsize=256)
-def _makes_views(target: Any) -> bool:
-    if target is operator.getitem:
-        return True
-    schema = schema_of(target)
-    return (
-        schema is not None
-        and not schema.is_mutable
-        and any(result.alias_info is not None for result in schema.returns)
-    )
 
 
 def _some_value(node: fx.Node) -> list[Any]:

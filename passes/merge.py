@@ -52,9 +52,9 @@ from .family import Apart, Family, families, gemms, users_between
 from .find import backward_nodes
 from .gemm import Gemm
 from .merge_worth import Paying, judged, merge_decision, noted
-from .operand import CASTS, MOVEMENTS, SAME_ORDER, readers, shape_of
+from .operand import CASTS, MOVEMENTS, SAME_ORDER, readers_of_memory, shape_of
 from .rewrite import Inserter, Provenance
-from .strides import replace_laid_out
+from .strides import replace_laid_out, takes_any_strides
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -279,7 +279,10 @@ class _Rewrite:
                 part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
             self._replace(gemm.node, part)
         for node in waiting:
-            last.node.prepend(node)
+            if (
+                node < last.node
+            ):  # not if another family's gradients, which it sums up with these, moved it on
+                last.node.prepend(node)
         left = replace(members[0].left, node=grad)
         return replace(members[0], node=product, fqn=_names(members), m=end, left=left, layer=layer)
 
@@ -317,7 +320,7 @@ def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.No
     saved, returned = set(), set()
     for conversion in members:
         node = conversion.gemm.node
-        read_by = readers(node, MOVEMENTS | _LAID_OUT_ALIKE)
+        read_by = readers_of_memory(node, MOVEMENTS | _LAID_OUT_ALIKE)
         if any(reader.op == "output" for reader in read_by) or _reads_by_strides(node):
             returned.add(node)
         if not read_by.isdisjoint(backward):
@@ -326,8 +329,12 @@ def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.No
 
 
 def _reads_by_strides(node: fx.Node) -> bool:
-    """Whether something finds a value's elements by where they lie in memory, not by their indices."""
-    return any(reader.target in _BY_STRIDES for reader in readers(node, MOVEMENTS))
+    """Whether something finds, or may find, a value's elements by where they lie in memory, not by their indices."""
+    return any(
+        reader.target in _BY_STRIDES
+        or (reader.op == "call_function" and not takes_any_strides(reader.target))
+        for reader in readers_of_memory(node, until=_BY_STRIDES)
+    )
 
 
 def _names(members: Sequence[Gemm]) -> str:

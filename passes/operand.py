@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.torch_private import is_collective
+from f8fx.torch_private import is_collective, schema_of
 
 aten = torch.ops.aten
 
@@ -87,6 +88,38 @@ def readers(node: fx.Node, through: Collection[Any]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for user in node.users:
         found |= readers(user, through) if user.target in through else {user}
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value lies in the memory of what it is made from."""
+    return node.op == "call_function" and _makes_views(node.target)
+
+
+@lru_cache(maxsize=256)
+def _makes_views(target: Any) -> bool:
+    if target is operator.getitem:
+        return True
+    schema = schema_of(target)
+    return (
+        schema is not None
+        and not schema.is_mutable
+        and any(result.alias_info is not None for result in schema.returns)
+    )
+
+
+def readers_of_memory(
+    node: fx.Node, through: Collection[Any] = MOVEMENTS, until: Collection[Any] = ()
+) -> set[fx.Node]:
+    """What reads a value, directly, through views or through operators that only move its elements.
+
+    Args:
+        until: views that count as readers.
+    """
+    found: set[fx.Node] = set()
+    for user in node.users:
+        is_passed = user.target in through or (user.target not in until and is_view(user))
+        found |= readers_of_memory(user, through, until) if is_passed else {user}
     return found
 
 
@@ -222,7 +255,7 @@ def is_given(node: fx.Node) -> bool:
 
 def is_part_of(node: fx.Node, tensors: Collection[fx.Node]) -> bool:
     """Whether a value lies in one of the tensors, at most viewed, moved or sliced."""
-    while node.op == "call_function" and node.target in MOVEMENTS:
+    while node.op == "call_function" and (node.target in MOVEMENTS or is_view(node)):
         node = node.all_input_nodes[0]
     return node in tensors
 

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.torch_private import input_position
 
 from .rewrite import erase_unused
 
@@ -149,8 +150,8 @@ class Reuse:
         return set(self._parameters(_own_inputs(graph)))
 
     def _parameters(self, placeholders: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
-        if len(placeholders) != self.inputs.total:
-            return {}
+        if [input_position(node) for node in placeholders] != list(range(self.inputs.total)):
+            return {}  # the graph of a branch or loop, say
         nodes = {placeholders[weight.position]: weight for weight in self.inputs.weights}
         for node, weight in nodes.items():
             value = node.meta.get("val")

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
-from .fake import is_view, set_value, set_value_by_layout
-from .operand import is_same
+from .fake import set_value, set_value_by_layout
+from .operand import is_same, is_view
 
 #: Checkpointing's: whether a node is recomputed, and with which region.
 MARKS = ("recompute", "ac_graph_id")

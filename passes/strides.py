@@ -9,7 +9,8 @@ from torch import fx
 
 from f8fx.torch_private import is_of_torch, is_operator
 
-from .fake import is_view, set_value
+from .fake import set_value
+from .operand import is_view
 from .rewrite import refresh_views, take_over
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def _refresh(node: fx.Node) -> None:
             continue
         before, value = _layout(user), user.meta["val"]
         try:
-            if not _takes_any_strides(user.target):
+            if not takes_any_strides(user.target):
                 raise ValueError(f"{user.target} may need its arguments as they were")
             set_value(user)
         except (RuntimeError, ValueError):
@@ -47,7 +48,7 @@ def _refresh(node: fx.Node) -> None:
                 refresh_views(user)
 
 
-def _takes_any_strides(target: Any) -> bool:
+def takes_any_strides(target: Any) -> bool:
     """Whether an operator is right for any strides of its arguments, or refuses them.
 
     PyTorch's own are, and f8fx's. A custom one may be given memory and sizes alone, which its fake implementation does not tell.

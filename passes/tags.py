@@ -27,7 +27,7 @@ from f8fx import ops
 from f8fx.torch_private import overwritten_inputs
 
 from .find import backward_nodes
-from .operand import MOVEMENTS, readers
+from .operand import readers_of_memory
 from .rewrite import RECOMPUTED
 
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -51,7 +51,7 @@ def _keep_computed_from_overwritten(graph: fx.Graph) -> set[fx.Node]:
     if not overwritten or not backward_nodes(graph):
         return kept
     for source in overwritten:
-        for reader in readers(source, MOVEMENTS):
+        for reader in readers_of_memory(source):
             is_write = reader.target is torch.ops.aten.copy_.default
             if reader.op == "call_function" and not is_write and "recompute" not in reader.meta:
                 reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -127,12 +127,27 @@ def repeated(x, b, w):
     return torch.bmm(x.view(4, 8, 64), b.to(bf16).t().expand(4, 64, 64).contiguous())
 
 
+def strided(x, b, w):
+    return F.linear(x, torch.as_strided(b, (64, 64), (64, 1)) * 2)
+
+
+def reinterpreted(x, b, w):
+    return F.linear(x, b.view(torch.int16).view(bf16) * 2)
+
+
+def unfolded(x, b, w):
+    return F.linear(x, b.view(-1).unfold(0, 64, 64) * 2) @ w
+
+
 OF_FLOAT32 = [
     (cast, torch.float32, False),
     (cast, torch.float32, True),
     (cat_of_weights, torch.float32, True),
 ]
-OF_BF16 = [(cat_of_weights, bf16, False), (cat_of_columns, bf16, False), (repeated, bf16, False)]
+OF_BF16 = [
+    (function, bf16, False)
+    for function in (cat_of_weights, cat_of_columns, repeated, strided, reinterpreted, unfolded)
+]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

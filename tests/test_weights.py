@@ -781,6 +781,25 @@ def test_formats_are_told_apart():
     assert torch.equal(got[3], cast.scale(cast.amax(weight, 1), torch.float8_e4m3fn, True))
 
 
+def test_a_branch_is_not_taken_for_the_graph():
+    """Its operands are as many as the graph's inputs with their copies, the first one of the weight's shape."""
+    weight = nn.Parameter(randn(32, 32, grad=False) / 8)
+
+    def f(x):
+        y = F.linear(x, weight)
+        operands = (x, weight.tanh(), y.abs().sum(), y.abs() + 1)
+        return y + torch.cond(
+            x.sum() > 0,
+            lambda x, w, c, d: F.linear(x, w) * c + d,
+            lambda x, w, c, d: F.linear(x, w) - c + d,
+            operands,
+        )
+
+    x = x16()
+    with torch.no_grad():
+        assert torch.equal(compiled(f, weights="cached")(x), compiled(f)(x))
+
+
 def test_two_threads_watch_a_parameter_once(monkeypatch):
     """Copies made under a watch that another thread replaced would not be told of changes."""
     lock, weight, first = weights._LOCK, nn.Parameter(randn(4, 4)), []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from f8fx import hardware
 from f8fx.options import Options
@@ -165,8 +165,27 @@ class Candidate:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of a tensor-parallel weight, of its largest part: the same on all ranks."""
+        if isinstance(self.param, DTensor):
+            return self._part[0]
         rows, *rest = self.local.shape
         return (-(-rows // self.split), *rest)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether tensor parallelism has given ranks parts of different sizes."""
+        return isinstance(self.param, DTensor) and not self._part[1]
+
+    @property
+    def _part(self) -> tuple[tuple[int, ...], bool]:
+        """Sizes of the largest part of a DTensor, and whether all parts have them."""
+        assert isinstance(self.param, DTensor)
+        sizes, even = list(self.param.shape), True
+        for count, placement in zip(self.param.device_mesh.shape, self.param.placements, strict=True):
+            if isinstance(placement, Shard):
+                even = even and sizes[placement.dim] % count == 0
+                sizes[placement.dim] = -(-sizes[placement.dim] // count)
+        return tuple(sizes), even
 
 
 @dataclass(frozen=True)
@@ -231,6 +250,8 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
         return f"{str(local.dtype).removeprefix('torch.')} weight"
     if not local.is_contiguous():
         return "not contiguous"
+    if candidate.is_uneven:
+        return "split unevenly by tensor parallelism"
     if not local.numel() or any(size % _ALIGNMENT for size in candidate.shape):
         return f"not a multiple of {_ALIGNMENT}"
     chosen = options.target or hardware.of_device(_device(local))

@@ -71,11 +71,17 @@ def _format(spec: QuantSpec, dim: int, hardware: Hardware) -> Format:
 
 
 class Layout:
-    """Where a shard lies in its weight ``[n, k]``; FSDP2 splits like ``torch.chunk``."""
+    """Where a shard lies in its weight ``[n, k]``; FSDP2 splits like ``torch.chunk``.
+
+    Attributes:
+        is_whole: it is the weight: nothing is sent.
+    """
 
     def __init__(self, shard: Tensor, outer_size: tuple[int, ...], mesh: DeviceMesh) -> None:
         n, k = outer_size
-        world, rank = mesh.size(), mesh.get_local_rank()
+        # a group of one, or the mesh of FSDP2's `replicate`, where every rank holds the whole weight
+        self.is_whole = tuple(shard.shape) == tuple(outer_size)
+        world, rank = (1, 0) if self.is_whole else (mesh.size(), mesh.get_local_rank())
         self.shape = shard.shape
         self.dim = 1 if shard.shape[1] != k and shard.numel() else 0
         chunk = -(-outer_size[self.dim] // world)

@@ -107,8 +107,14 @@ class Float8Shard(torch.Tensor):
         return Float8Shard(inner["plain"], meta.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Shard:
-        # a copied model has weights, and scales, of its own
-        made: Any = Float8Shard(copy.deepcopy(self.plain.detach(), memo), copy.deepcopy(self.weight, memo))
+        if any(id(module) in memo for module, _ in self.weight.owners):
+            # a copied model has weights, and scales, of its own
+            made: Any = Float8Shard(
+                copy.deepcopy(self.plain.detach(), memo), copy.deepcopy(self.weight, memo)
+            )
+        else:
+            # of the parameter alone, in an optimizer say, it is the plain tensor, as a clone is
+            made = copy.deepcopy(self.plain.detach(), memo)
         if isinstance(self, nn.Parameter):
             made = nn.Parameter(made, self.requires_grad)
         memo[id(self)] = made
@@ -195,7 +201,7 @@ class Float8Shard(torch.Tensor):
                 data = padded
             sent.append(data.view(wire or form.dtype))
         # a group of one gathers the first tensor only (torch 2.13)
-        local = tuple(sent[1:]) if mesh.size() == 1 else ()
+        local = tuple(sent[1:]) if layout.is_whole else ()
         return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local, chosen)
 
     def fsdp_post_all_gather(

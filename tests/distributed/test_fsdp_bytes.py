@@ -389,6 +389,11 @@ def optimizers_and_copies_are_plain():
     weight = model.blocks[0].gate.weight
     for made in (weight + 0, torch.zeros_like(weight), weight.full_tensor(), weight.float() + 1):
         assert type(made.to_local() if isinstance(made, DTensor) else made) is torch.Tensor
+    copied = copy.deepcopy(optimizer).param_groups[0]["params"]
+    for original, made in zip(model.parameters(), copied, strict=True):
+        assert type(made.to_local()) is torch.Tensor and made.requires_grad
+        assert torch.equal(made.to_local(), original.to_local())
+    train(model, 1, optimizer)
 
 
 def test_two_ranks():

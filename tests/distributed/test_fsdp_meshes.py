@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -110,6 +111,57 @@ def columns():
         )
 
 
+class OddVocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64, bias=False)
+        self.head = nn.Linear(64, 97, bias=False)
+
+    def forward(self, x):
+        return self.head(self.up(x))
+
+
+def uneven_parts():
+    """A vocabulary of odd size, which tensor parallelism splits unevenly: reason and shape are the same on all ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for float8 in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = OddVocabulary().to(bf16)
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+        if float8:
+            up, head = enable_float8_all_gather(model)
+            assert up.converted and head.shape == (49, 64)
+            assert head.reason == "split unevenly by tensor parallelism"
+        model.compile(backend=f8fx.f8fx, options=OPTIONS)
+        fully_shard(model, mesh=mesh["dp"])
+        y = model(batch(0))
+        y.sum().backward()
+        results.append({"y": y.detach(), **{n: p.grad.full_tensor() for n, p in model.named_parameters()}})
+    assert_same(*results, "uneven parts")
+
+
+def replicated():
+    """Every rank holds every weight: nothing is gathered, and FSDP2 is handed the mesh of the copies."""
+    for recipe in ("tensorwise", "rowwise"):
+        results = []
+        for float8 in (False, True):
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            model = Net().to(bf16)
+            if float8:
+                enable_float8_all_gather(model, recipe, filter_fqns=["head"])
+            model.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe})
+            replicate(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",)))
+            with f8fx.recording() as reports:
+                loss = model(batch(dist.get_rank())).float().square().mean()
+            assert reports[0].converted
+            loss.backward()
+            results.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}})
+        assert_same(*results, f"replicate {recipe}")
+
+
 def offloaded():
     shard = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     compare(lambda float8: Setup("tensorwise", world_mesh(), float8, shard=shard).build(), "offloaded")
@@ -150,7 +202,7 @@ def test_three_ranks():
 
 
 def test_two_ranks():
-    run_checks(2, [columns, offloaded])
+    run_checks(2, [columns, offloaded, uneven_parts, replicated])
 
 
 def test_one_rank():

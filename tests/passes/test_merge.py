@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import f8fx
 from f8fx import recording
@@ -458,6 +459,55 @@ def test_custom_operators_read_what_they_read_before(executor):
         assert sqnr(want, got) > 20
 
 
+@torch.library.custom_op("f8fx_tests::columns", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+def columns(x: torch.Tensor) -> torch.Tensor:
+    """A kernel for transposed matrices, likewise."""
+    return torch.as_strided(x, x.shape[::-1], (x.shape[0], 1), x.storage_offset()).t().contiguous()
+
+
+@columns.register_fake
+def _(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_custom_operators_read_turned_results_as_before(executor):
+    x, a, b = randn(32, 64, grad=False), randn(64, 64, grad=False, seed=1), randn(64, 64, grad=False, seed=2)
+
+    def f(x):
+        return columns(F.linear(x, a).view(32, 64).t()), F.linear(x, b).relu()
+
+    for want, got in zip(f(x), compiled(f, target="h100", executor=executor)(x), strict=True):
+        assert sqnr(want, got) > 20
+
+
+def test_attention_that_is_a_higher_order_operator():
+    """Heads are views whose strides it records; a copy of another layout at its door would not do."""
+    x, ws = randn(2, 16, 32, grad=False), [randn(64, 32, grad=False, seed=i) for i in (1, 2, 3)]
+
+    def f(x, *ws):
+        q, k, v = (F.linear(x, w).view(2, 16, 4, 16).transpose(1, 2) for w in ws)
+        return flex_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    with recording() as reports:
+        got = compiled(f, target="h100", recipe="rowwise")(x, *ws)
+    assert reports[0].merges[0].merged
+    assert torch.equal(got, compiled(f, target="h100", recipe="rowwise", merge="never")(x, *ws))
+
+
+def test_weights_that_two_families_share():
+    """Gradients of one weight from both are summed up: the sum waits for whichever comes last."""
+    x, y, ws = randn(M, K), randn(M, K, seed=1), weights(64, 64, 64)
+
+    def f(x, y, a, b, c):
+        q, qy = F.linear(x, a), F.linear(y, a)
+        k, ky = F.linear(x, b), F.linear(y, b)
+        v, vy = F.linear(x, c), F.linear(y, c)
+        return q * k + v, qy * ky + vy
+
+    same_as_separate(f, x, y, *ws)
+
+
 def overwritten_columns(y):
     y[:, :8] = 0
     return y
@@ -474,7 +524,14 @@ def overwritten_diagonal(y):
 
 
 @pytest.mark.parametrize(
-    "use", [overwritten_columns, overwritten_row, overwritten_diagonal, lambda y: y.unfold(1, 8, 4)]
+    "use",
+    [
+        overwritten_columns,
+        overwritten_row,
+        overwritten_diagonal,
+        lambda y: y.unfold(1, 8, 4),
+        torch.diagonal,
+    ],
 )
 def test_outputs_lie_in_memory_as_they_did(use):
     x, a, b = randn(24, 16), randn(64, 16, seed=1), randn(64, 16, seed=2)
