@@ -29,6 +29,7 @@ from .passes.halves import ANYTHING, NOTHING, ReadsOther
 from .passes.parameters import mark_parameters, parameter_positions
 from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
+from .resumed import name_modules
 from .torch_private import (
     CustomGraphPass,
     check_version,
@@ -154,6 +155,7 @@ def compile_graph(
         arguments: further keyword arguments of ``compile_fx``, for the same.
     """
     _warn_version()
+    name_modules(gm)
     config = {**(patches or {}), **options.inductor}
     if compiles_ahead_of_time():
         options, config = ahead.settled(options, config)

@@ -34,6 +34,7 @@ from .partition import Partitioner
 from .passes import Pipeline
 from .passes.parameters import mark_parameters, parameter_positions
 from .report import GraphReport
+from .resumed import name_modules
 from .torch_private import (
     aot_backend,
     boxed,
@@ -267,6 +268,7 @@ class _Collector:
         self.graphs: list[GraphTrace] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        name_modules(gm)
         if self.like_gpu:
             _as_on_target(gm)
         self.parameters = parameter_positions(inputs)

@@ -37,12 +37,15 @@ from f8fx.torch_private import overwritten_inputs, size_hint
 
 from . import fqn
 from .gemm import Gemm, Operand, Size, Unmatched
+from .left import BATCHED, BATCHED_GRADIENT, BATCHED_MATRIX, BATCHED_WEIGHT, LEFT, LEFT_OPERAND
 from .operand import (
     CASTS,
+    MOVEMENTS,
     PERMUTES,
     base_of,
     flat_base,
     input_of,
+    is_given,
     is_part_of,
     is_same,
     keeps_order,
@@ -56,28 +59,8 @@ from .rewrite import MARKS
 aten = torch.ops.aten
 
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
-_BATCHED = "batched matmul of two activations"
-_BATCHED_WEIGHT = "batched matmul with a weight for each batch"
-_BATCHED_MATRIX = "batched matmul with one matrix"
-_BATCHED_GRADIENT = "batched gradient of one matrix"
 _NO_FORWARD = "no forward matmul it is the gradient of"
-#: Matmuls that are seen, and left, with the reason.
-_LEFT = {
-    aten.baddbmm.default: _BATCHED,
-    aten.mv.default: "matrix times vector",
-    aten.addmv.default: "matrix times vector",
-    aten._scaled_mm.default: "already float8",
-    aten._grouped_mm.default: "grouped matmul of experts",
-}
-#: Where their left operands are, ``[..., m, k]``.
-_LEFT_OPERAND = {
-    aten.baddbmm.default: 1,
-    aten.mv.default: 0,
-    aten.addmv.default: 1,
-    aten._scaled_mm.default: 0,
-    aten._grouped_mm.default: 0,
-}
-_COMPUTE = frozenset((*_GEMMS, *_LEFT))
+_COMPUTE = frozenset((*_GEMMS, *LEFT))
 
 
 @dataclass
@@ -151,12 +134,12 @@ class _Walk:
             if node.op != "call_function":
                 continue
             if node in self.folded:
-                self.batched[node.meta.get("seq_nr", -1)] = _BATCHED_GRADIENT
+                self.batched[node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
             elif node in self.layers:
                 self._left_layer(self.layers[node])
-            elif node.target in _LEFT:
-                reason = _LEFT[node.target]
-                self._leave(node, self._batched(node) if reason == _BATCHED else reason)
+            elif node.target in LEFT:
+                reason = LEFT[node.target]
+                self._leave(node, self._batched(node) if reason == BATCHED else reason)
             elif node.target in _GEMMS:
                 if node.target is aten.bmm.default and not is_same(shape_of(node)[0], 1):
                     self._leave(node, self._batched(node))
@@ -202,7 +185,7 @@ class _Walk:
             right = self._through_cast(right)
         if node.target is aten.bmm.default and not any(map(self._is_weight, (left.node, right.node))):
             # what is left of attention when batch times heads is 1; an einsum has a weight
-            self._leave(node, _BATCHED)
+            self._leave(node, BATCHED)
             return
         gemm = self._gemm(node, "output", fqn.of_node(node), left, right, kinds, node)
         self.readers[gemm.left.node].append((gemm, kinds[0]))
@@ -214,7 +197,7 @@ class _Walk:
         assert found is not None
         matrix = self._through_cast(self._trace(found[0]))
         self.readers[matrix.node].append((gemm, "weight"))
-        self.batched[gemm.node.meta.get("seq_nr", -1)] = _BATCHED_GRADIENT
+        self.batched[gemm.node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
 
     def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the left operand is, and not the right one."""
@@ -222,7 +205,7 @@ class _Walk:
         if left in parameters or right in parameters:
             return right not in parameters
         # where parameters are known, any other input is data
-        return not parameters and _is_input(left) and not _is_input(right)
+        return not parameters and _is_input(left) and not _is_part_of_input(right)
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node in self.of_parameters.weights or _is_input(node)
@@ -235,11 +218,11 @@ class _Walk:
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
         parameters = [found for found in map(_expanded_parameter, sides) if found is not None]
         if any(not _is_matrix(found) for found in parameters):
-            reason = _BATCHED_WEIGHT
+            reason = BATCHED_WEIGHT
         elif parameters or (not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))):
-            reason = _BATCHED_MATRIX
+            reason = BATCHED_MATRIX
         else:
-            reason = _BATCHED
+            reason = BATCHED
         if layer is not None:
             self.batched[layer] = reason
         return reason
@@ -329,13 +312,19 @@ class _Walk:
         if node.target in _GEMMS:
             m, k, n = _sizes(node, self._operands(node))
         else:
-            shape = shape_of(node)
+            shape = _first_shape(node)
             m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
-            k = shape_of(node.args[_LEFT_OPERAND[node.target]])[-1]  # type: ignore[index,arg-type]
+            k = shape_of(node.args[LEFT_OPERAND.get(node.target, 0)])[-1]  # type: ignore[index,arg-type]
         role: Role = "grad_input" if self._is_backward(node) else "output"
-        if reason == _BATCHED_GRADIENT:
+        if reason == BATCHED_GRADIENT:
             role = "grad_weight"
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
+
+
+def _first_shape(node: fx.Node) -> tuple:
+    """Sizes of the value of a node, or of the first one of several."""
+    value = node.meta["val"]
+    return tuple((value[0] if isinstance(value, (tuple, list)) else value).shape)
 
 
 def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
@@ -352,6 +341,15 @@ def _sorted(sizes: Sequence[Size]) -> list[str]:
 def _is_input(node: fx.Node) -> bool:
     """Whether a tensor is an input of the graph, at most viewed, permuted, copied or cast."""
     return input_of(node) is not None
+
+
+def _is_part_of_input(node: fx.Node) -> bool:
+    """Whether a tensor is an input of the graph or a slice of one, at most moved, copied or cast."""
+    while node.op == "call_function" and (
+        node.target in MOVEMENTS or node.target in CASTS or node.target is aten.clone.default
+    ):
+        node = node.all_input_nodes[0]
+    return is_given(node)
 
 
 def _expanded_parameter(batched: fx.Node) -> fx.Node | None:

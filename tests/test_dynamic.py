@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import f8fx
 from f8fx import recording
 from tests.helpers import bf16, compiled, randn, sqnr
 
@@ -165,6 +166,43 @@ def test_graph_breaks_give_several_graphs():
         step(compiled(Broken(), fullgraph=False), randn(16, 32))
     assert [r.converted for r in reports] == [3, 3]
     assert {d.fqn for r in reports for d in r.decisions} == {"a", "b"}
+
+
+class Breaking(nn.Module):
+    """Breaks the graph in the middle of a call of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = linear(32, 32)
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return x.tanh()
+
+
+class Headed(nn.Module):
+    """Its head is on Python's stack while its backbone runs, and so is a block that an index gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.heads = Breaking(), nn.ModuleDict({"lm_head": linear(32, 48)})
+        self.blocks = nn.ModuleList([linear(32, 32)])
+
+    def forward(self, x):
+        x = self.blocks[0](self.backbone(x))
+        return self.heads["lm_head"](self.backbone(x))
+
+
+def test_modules_that_wait_for_the_break_keep_their_names():
+    model, x = Headed(), randn(16, 32)
+    with recording() as reports:
+        step(compiled(model, fullgraph=False, filter_fqns=["lm_head"]), x)
+    reasons = {(d.fqn, d.reason) for r in reports for d in r.decisions}
+    assert {fqn for fqn, reason in reasons if reason == "filtered"} == {"heads.lm_head"}
+    assert "blocks.0" not in {fqn for fqn, _ in reasons}  # could be the graph of all blocks
+    rows = f8fx.explain(model, x, select="all", filter_fqns=["lm_head"]).rows
+    assert {row.fqn for row in rows if row.reason == "filtered"} == {"heads.lm_head"}
 
 
 def test_compiler_reset_recompiles():

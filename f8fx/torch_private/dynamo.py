@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from .patch import patched_attribute
 
@@ -74,6 +74,24 @@ def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     return copied
+
+
+def modules_on_stack() -> dict[str, nn.Module]:
+    """The modules on the stack of the frame that is compiled, one resumed after a graph break, by Dynamo's name for them.
+
+    ``InstructionTranslator.current_tx()``, its ``output.root_tx.f_locals``, and locals called ``___stack0``.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx.f_locals
+    except AttributeError:  # Dynamo is at no frame
+        return {}
+    return {
+        f"L[{name!r}]": value
+        for name, value in frame.items()
+        if name.startswith("___stack") and isinstance(value, nn.Module)
+    }
 
 
 def mark_as_dynamo_input(node: fx.Node, is_static: bool) -> None:

@@ -400,3 +400,23 @@ def test_a_batched_matmul_that_adds_is_left_with_sizes_and_the_true_reason():
     report = report_of(lambda x: torch.baddbmm(x.new_ones(1), x, weight), randn(1, 16, 32, grad=False))
     left = report.decisions[0]
     assert (left.reason, left.m, left.k, left.n) == ("batched matmul with one matrix", 16, 32, 48)
+
+
+def test_fused_operators_are_seen_and_left():
+    """What PyTorch itself does not take apart: without gradients, and where it always does so."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dtype=bf16).eval()
+    left, right = randn(8, 32, grad=False), randn(8, 16, grad=False)
+    with torch.no_grad():
+        fused = report_of(layer, randn(2, 8, 32, grad=False)).decisions
+        bilinear = report_of(nn.Bilinear(32, 16, 48, dtype=bf16), left, right).decisions
+    for decisions in (fused, bilinear):
+        assert [d.reason for d in decisions] == ["inside a fused operator"]
+    assert (bilinear[0].m, bilinear[0].k, bilinear[0].n) == (8, 32, 48)
+
+
+@pytest.mark.parametrize("part", [lambda w: w[0], lambda w: w[0, :32].to(bf16)])
+def test_the_slice_of_an_input_on_the_right_is_the_weight(part):
+    """An input on the left is no weight for that: the other's gradient is the weight's, which a recipe may leave."""
+    report = report_of(lambda x, w: F.linear(x, part(w)), randn(16, 64), randn(2, 48, 64, seed=1))
+    contracted = {d.role: d.k for d in report.decisions}
+    assert contracted == {"output": 64, "grad_weight": 16, "grad_input": report.decisions[0].n}

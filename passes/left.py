@@ -1,0 +1,31 @@
+"""Matmuls that are seen, and left as they are, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+BATCHED = "batched matmul of two activations"
+BATCHED_WEIGHT = "batched matmul with a weight for each batch"
+BATCHED_MATRIX = "batched matmul with one matrix"
+BATCHED_GRADIENT = "batched gradient of one matrix"
+_VECTOR = "matrix times vector"
+_FUSED = "inside a fused operator"
+
+#: Operators that no pass converts.
+LEFT: dict[Any, str] = {
+    aten.baddbmm.default: BATCHED,
+    aten.mv.default: _VECTOR,
+    aten.addmv.default: _VECTOR,
+    aten._scaled_mm.default: "already float8",
+    aten._grouped_mm.default: "grouped matmul of experts",
+    aten._trilinear.default: _FUSED,
+    aten._transformer_encoder_layer_fwd.default: _FUSED,
+    aten._native_multi_head_attention.default: _FUSED,
+    aten.mkldnn_rnn_layer.default: _FUSED,
+}
+#: Where the left operand is, ``[..., m, k]``: the first argument but of these.
+LEFT_OPERAND: dict[Any, int] = {aten.baddbmm.default: 1, aten.addmv.default: 1}
