@@ -37,6 +37,7 @@ from .torch_private import (
     compiles_ahead_of_time,
     copy_of_graph,
     eager_backward_lowering,
+    forget_traced_regions,
     inductor_config,
     joint_custom_pre_pass,
 )
@@ -103,6 +104,7 @@ class GraphPass(CustomGraphPass):
 
     def begin_again(self, otherwise: Any) -> None:
         """Forgets an attempt; the next one differs by ``otherwise``."""
+        forget_traced_regions()
         self.key = self.key.extended(otherwise)
         self.reports, self.met_again = [], []
 
@@ -248,6 +250,7 @@ def _weight_inputs(
         _pipeline(options, found), graph_pass.key, graph_pass.before, parameters=graph_pass.parameters
     )
     executor.trace(gm, example_inputs, trial)
+    forget_traced_regions()
     assert trial.pipeline.reuse is not None
     inputs = found.with_casts(trial.pipeline.reuse.seen)
     training = any(report.training for report in trial.reports)
@@ -342,6 +345,7 @@ def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:
 def _fall_back(
     error: BaseException, graph_pass: GraphPass, options: Options, plain: Callable[[], Any]
 ) -> Callable[..., Any]:
+    forget_traced_regions()
     compiled = plain()  # if this fails too, f8fx is not to blame, and this error is the one to see
     cause = error.__cause__ if isinstance(error, PassError) and error.__cause__ else error
     what = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"

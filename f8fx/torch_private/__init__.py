@@ -49,6 +49,7 @@ from .distributed import (
 from .dynamo import (
     cause_of,
     copy_of_graph,
+    forget_traced_regions,
     mark_as_dynamo_input,
     modules_on_stack,
     opens_autocast,
@@ -150,6 +151,7 @@ __all__ = [
     "fake_like",
     "fake_store",
     "fake_tensor_mode",
+    "forget_traced_regions",
     "fsdp_parameter_of",
     "gather_group",
     "gather_outputs",

@@ -76,6 +76,20 @@ def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def forget_traced_regions() -> None:
+    """Regions that are traced once for all their calls (``nested_compile_region``) are traced anew by the next trace.
+
+    The graphs kept of an earlier one (``TracingContext.hop_dispatch_set_cache``) are those that passes have rewritten.
+    """
+    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+
+    context = torch._guards.TracingContext.try_get()
+    cache = context and context.hop_dispatch_set_cache.get_cache(invoke_subgraph)
+    for kept in ("autograd_cache", "proxy_dispatch_cache", "lazy_bwd_cache"):
+        if hasattr(cache, kept):
+            getattr(cache, kept).clear()
+
+
 def modules_on_stack() -> dict[str, nn.Module]:
     """The modules on the stack of the frame that is compiled, one resumed after a graph break, by Dynamo's name for them.
 
