@@ -25,6 +25,7 @@ from .cache import CacheKey, load_report, load_weights, store_report, store_weig
 from .options import Options
 from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
+from .passes.decided import is_decided, mark_decided
 from .passes.halves import ANYTHING, NOTHING, ReadsOther
 from .passes.parameters import mark_parameters, parameter_positions
 from .passes.traffic import gathers, traffic
@@ -84,8 +85,8 @@ class GraphPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.before:
             other(graph)
-        if any("f8fx" in node.meta for node in graph.nodes):
-            # half of a nested region that was rewritten before it was split, or nodes that compiled autograd inlined
+        if is_decided(graph):
+            # half of a nested region that was seen before it was split, or nodes that compiled autograd inlined
             self.met_again.append(self.pipeline.rewritten(graph))
             return
         mark_parameters(graph, self.parameters)
@@ -98,6 +99,7 @@ class GraphPass(CustomGraphPass):
             # the graph can run as it was, if that is what happens on all ranks
             confirm_plain(traffic(before, {}))
             raise PassError(f"{type(error).__name__}: {error}") from error
+        mark_decided(graph)
         report.traffic = traffic(before, gathers(graph))
         confirm(report.traffic)
         self.reports.append(report)

@@ -60,7 +60,7 @@ aten = torch.ops.aten
 
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 _NO_FORWARD = "no forward matmul it is the gradient of"
-_COMPUTE = frozenset((*_GEMMS, *LEFT))
+COMPUTE = frozenset((*_GEMMS, *LEFT))
 
 
 @dataclass
@@ -390,7 +390,7 @@ def _is_fused(node: fx.Node) -> bool:
     if node.target is aten.clone.default and provenance is not None and provenance.inserted_by == "fold":
         # that copy is the cast's
         return _is_fused(base_of(node.args[0]))  # type: ignore[arg-type]
-    if node.op != "call_function" or node.target in _COMPUTE:
+    if node.op != "call_function" or node.target in COMPUTE:
         return False
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or node.target in CASTS or node.target is aten.cat.default

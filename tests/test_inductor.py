@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 import f8fx
 from f8fx import recording
@@ -188,6 +189,20 @@ def test_nested_compile_region_under_debug():
         x = randn(32, 64)
         compiled(lambda x: region(region(x)), executor="inductor")(x).sum().backward()
     assert len(reports) == 1 and reports[0].converted > 0 and x.grad is not None
+
+
+def test_a_nested_region_that_is_left_is_counted_once():
+    """Its halves hold nothing of ours that would tell that they were seen."""
+    layer, last = nn.Linear(64, 64, bias=False, dtype=bf16), nn.Linear(64, 32, bias=False, dtype=bf16)
+
+    @torch.compiler.nested_compile_region
+    def region(x):
+        return torch.sin(layer(x))
+
+    with fresh_cache(), recording() as reports:
+        f8 = compiled(lambda x: last(region(region(x))), executor="inductor", only_fqns=["none"])
+        f8(randn(32, 64)).sum().backward()
+    assert reports[0].reasons == {"filtered": 6}
 
 
 def test_relayout_through_code_generation_keeps_every_byte():

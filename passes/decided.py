@@ -1,0 +1,23 @@
+"""Graphs that come to the passes once more, in parts: halves of a nested region, which Inductor splits after them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .find import COMPUTE
+
+_MARK = "f8fx_decided"
+
+
+def mark_decided(graph: fx.Graph) -> None:
+    """Notes on the matmuls of a graph that the passes have seen it; copies of the nodes keep the note."""
+    for node in graph.nodes:
+        if node.target in COMPUTE:
+            node.meta[_MARK] = True
+
+
+def is_decided(graph: fx.Graph) -> bool:
+    """Whether a graph has nodes that the passes made, or none but matmuls they have left as they were."""
+    matmuls = [node for node in graph.nodes if node.target in COMPUTE]
+    rewritten = any("f8fx" in node.meta for node in graph.nodes)
+    return rewritten or (bool(matmuls) and all(_MARK in node.meta for node in matmuls))
