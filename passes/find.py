@@ -61,6 +61,7 @@ aten = torch.ops.aten
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 _NO_FORWARD = "no forward matmul it is the gradient of"
 COMPUTE = frozenset((*_GEMMS, *LEFT))
+_KEEP_VALUES = frozenset((*MOVEMENTS, *CASTS, *ops.MARKERS, aten.clone.default))
 
 
 @dataclass
@@ -345,9 +346,7 @@ def _is_input(node: fx.Node) -> bool:
 
 def _is_part_of_input(node: fx.Node) -> bool:
     """Whether a tensor is an input of the graph or a slice of one, at most moved, copied or cast."""
-    while node.op == "call_function" and (
-        node.target in MOVEMENTS or node.target in CASTS or node.target is aten.clone.default
-    ):
+    while node.target in _KEEP_VALUES:
         node = node.all_input_nodes[0]
     return is_given(node)
 
