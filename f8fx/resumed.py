@@ -7,7 +7,7 @@ rest of the frame has it on its stack, and Dynamo knows it as ``L['___stack0']``
 
 from __future__ import annotations
 
-import sys
+import inspect
 
 from torch import fx, nn
 
@@ -38,7 +38,7 @@ def _name_of(module: nn.Module) -> str | None:
 
     Not that of one of several in a list: Dynamo runs the graph of one for others too.
     """
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and not isinstance(owner, fx.GraphModule):
