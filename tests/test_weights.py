@@ -602,6 +602,23 @@ def test_what_cannot_be_watched_is_refused_with_one_warning(casts):
     assert torch.equal(y, uncached(copy.deepcopy(model), x))
 
 
+def test_only_a_module_that_is_sharded_makes_weights_unwatchable():
+    """FSDP2's own classes are no sign of one: importing ``replicate``, as trainers do, derives from ``FSDPModule``."""
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+    from torch.distributed.fsdp import FSDPModule
+
+    assert issubclass(ReplicateModule, FSDPModule)
+    weight = nn.Parameter(randn(4, 4))
+    gc.collect()
+    assert weights.refusal(weight) is None
+    for mixin in (FSDPModule, ReplicateModule):
+        sharded = type("Sharded", (mixin, nn.Linear), {})
+        assert "FSDP" in (weights.refusal(weight) or "")
+        del sharded
+        gc.collect()
+        assert weights.refusal(weight) is None
+
+
 def test_refresh_weights():
     model, x = Net().requires_grad_(False), x16()
     hidden = torch._C.TensorBase.data.__get__(model.first.weight)
@@ -782,12 +799,12 @@ def test_formats_are_told_apart():
 
 
 def test_a_branch_is_not_taken_for_the_graph():
-    """Its operands are as many as the graph's inputs with their copies, the first one of the weight's shape."""
+    """Its operands, sorted by name, are as many as the graph's inputs with their copies: the second is like the weight."""
     weight = nn.Parameter(randn(32, 32, grad=False) / 8)
 
     def f(x):
         y = F.linear(x, weight)
-        operands = (x, weight.tanh(), y.abs().sum(), y.abs() + 1)
+        operands = (x, weight.cos(), y.abs().sum(), y.abs() + 1)
         return y + torch.cond(
             x.sum() > 0,
             lambda x, w, c, d: F.linear(x, w) * c + d,

@@ -23,12 +23,20 @@ def managed_by_fsdp(parameter: torch.Tensor) -> bool:
     """Whether a parameter may be one that FSDP fills by all-gathers, preserving ``_version``.
 
     FSDP1 marks them (``_fsdp_flattened``). FSDP2 does not: once a module of this process is sharded
-    (its class is then a subclass of ``FSDPModule``), any plain parameter may be one.
+    (its class is then derived from ``FSDPModule`` too), any plain parameter may be one.
     """
     if getattr(parameter, "_fsdp_flattened", False):
         return True
     module = sys.modules.get("torch.distributed.fsdp")
-    return module is not None and bool(module.FSDPModule.__subclasses__())
+    return module is not None and _is_base_of_modules(module.FSDPModule)
+
+
+def _is_base_of_modules(mixin: type) -> bool:
+    """Whether a class of modules is derived from a mixin; other mixins (``ReplicateModule``) are not, they only may be."""
+    return any(
+        issubclass(derived, torch.nn.Module) or _is_base_of_modules(derived)
+        for derived in mixin.__subclasses__()
+    )
 
 
 def fsdp_parameter_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
