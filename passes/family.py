@@ -6,7 +6,7 @@ Every layer that reads an input others read too ends in a :class:`Family` or in 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,27 +19,14 @@ from f8fx.recipe import Role
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
-from .operand import CASTS, SAME_ORDER, is_elementwise, is_gathered, shape_of
+from .lifetimes import Members, copied_out
+from .operand import is_gathered, shape_of
+from .sums import Sum, sum_of
 
 aten = torch.ops.aten
 
 _FORWARD = (aten.mm.default, aten.addmm.default)
 _GRADIENTS: tuple[Role, ...] = ("grad_input", "grad_weight")
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A sum that the merged ``grad_input`` gemm computes.
-
-    Attributes:
-        root: the last addition.
-        others: summands that are not gradients of the family, in order.
-        summand: one of the family's summands as the sum sees it, after views.
-    """
-
-    root: fx.Node
-    others: tuple[fx.Node, ...]
-    summand: fx.Node
 
 
 @dataclass(frozen=True)
@@ -51,12 +38,14 @@ class Family:
         grads: the output gradients of the layers, in the same order; empty without a backward.
         sum: how the gradients of the input are used, if they are merged.
         kept: the ``grad_weight`` matmuls that the recipe keeps in high precision, if they can be one too.
+        copied: the forward matmuls whose results are copied out of the merged product.
     """
 
     members: dict[Role, tuple[Convert, ...]]
     grads: tuple[Operand, ...] = ()
     sum: Sum | None = None
     kept: tuple[Gemm, ...] = ()
+    copied: frozenset[fx.Node] = frozenset()
 
     @property
     def layers(self) -> tuple[Gemm, ...]:
@@ -121,11 +110,21 @@ class _Likeness(NamedTuple):
         return "checkpointed differently" if self != other else ""
 
 
-def families(choices: Sequence[Choice], order: dict[fx.Node, int]) -> list[Family | Apart]:
+#: Ways to make gemms of layers that could be one, the best first; given whether their gradients are merged too.
+Ways = Callable[[Members, bool], Sequence[Sequence[Members]]]
+
+
+def families(
+    choices: Sequence[Choice],
+    order: dict[fx.Node, int],
+    backward: set[fx.Node] = frozenset(),  # type: ignore[assignment]
+    ways: Ways = lambda members, trains: [[members]],
+) -> list[Family | Apart]:
     """What becomes of all layers that read one input, of those at least that are converted.
 
     Args:
         order: position of every node of the graph.
+        backward: the nodes of the backward.
     """
     groups: dict[_Likeness, list[Convert]] = defaultdict(list)
     gradients: dict[tuple[fx.Node, Role], list[Convert]] = defaultdict(list)
@@ -144,22 +143,43 @@ def families(choices: Sequence[Choice], order: dict[fx.Node, int]) -> list[Famil
         elif gemm.role == "grad_weight" and choice.reason == KEPT_BY_RECIPE:
             kept[gemm.layer].append(gemm)
     found: list[Family | Apart] = []
-    sums: set[fx.Node] = set()
+    summed: set[fx.Node] = set()
     for group in groups.values():
         members = _distinct_weights(group, order)
         if len(members) < 2:
             continue
-        family = _family(members, gradients, kept, order)
-        if isinstance(family, Family) and family.sum is not None:
-            if sums.isdisjoint((family.sum.root, *family.sum.others)):
-                sums.add(family.sum.root)
-            else:  # it will have been replaced
-                family = _apart(members, "another merged sum is part of theirs")
-        found.append(family)
+        trains = any(gradients.get((member.gemm.node, role)) for member in members for role in _GRADIENTS)
+        outcome: list[Family | Apart] = []
+        for way in (*ways(members, trains), [members]):  # as one last, for the reason if there is no way
+            made = [_family(part, gradients, kept, order, backward) for part in way if len(part) > 1]
+            outcome = _apart_where_sums_overlap(made, summed)
+            if all(isinstance(each, Family) for each in outcome):
+                outcome += [
+                    _apart(part, "copying its result out would cost more") for part in way if len(part) == 1
+                ]
+                break
+        summed |= {node for each in outcome for node in _additions(each)}
+        found += outcome
     judged = {gemm.node for each in found for gemm in each.layers}
     for siblings in readers.values():
         found += _alone(siblings, groups, judged)
     return found
+
+
+def _apart_where_sums_overlap(found: Iterable[Family | Apart], summed: set[fx.Node]) -> list[Family | Apart]:
+    """Each sum is replaced once. It may read another as a whole."""
+    taken, result = set(summed), []
+    for each in found:
+        if taken.isdisjoint(_additions(each)):
+            taken |= _additions(each)
+        else:
+            each = Apart(each.layers, "another merged sum is part of theirs")
+        result.append(each)
+    return result
+
+
+def _additions(found: Family | Apart) -> frozenset[fx.Node]:
+    return found.sum.additions if isinstance(found, Family) and found.sum is not None else frozenset()
 
 
 def _input(gemm: Gemm) -> fx.Node:
@@ -229,7 +249,7 @@ def _distinct_weights(group: list[Convert], order: dict[fx.Node, int]) -> list[C
 
 
 def _family(
-    members: Sequence[Convert], gradients: Gradients, kept: Kept, order: dict[fx.Node, int]
+    members: Members, gradients: Gradients, kept: Kept, order: dict[fx.Node, int], backward: set[fx.Node]
 ) -> Family | Apart:
     roles: dict[Role, tuple[Convert, ...]] = {"output": tuple(members)}
     for role in _GRADIENTS:
@@ -246,7 +266,7 @@ def _family(
     total = None
     if "grad_input" in roles:
         grads = tuple(conversion.gemm.left for conversion in roles["grad_input"])
-        total = _sum(roles["grad_input"])
+        total = sum_of([gemm.node for gemm in gemms(roles["grad_input"])])
         pairs = zip(roles["grad_input"], members, strict=True)
         if not all(_differentiates(grad.gemm, output.gemm) for grad, output in pairs):
             return _apart(members, "grad_input is no plain matmul with the same weight")
@@ -268,7 +288,7 @@ def _family(
         formats = {(c.left_dtype, c.right_dtype, c.pad_k, c.gemm.dtype) for c in conversions}
         if len(formats) != 1:
             return _apart(members, f"{role} is converted differently")
-    return Family(roles, grads, total, _kept(members, kept, grads, order))
+    return Family(roles, grads, total, _kept(members, kept, grads, order), copied_out(members, backward))
 
 
 def _kept(
@@ -316,63 +336,6 @@ def _differentiates(grad: Gemm, output: Gemm) -> bool:
         and not grad.left.transposed
         and grad.right.node is output.right.node
     )
-
-
-def _sum(members: Sequence[Convert]) -> Sum | None:
-    """The one sum that uses the gradients of the input, and uses nothing of them but their sum."""
-    summands = [_through_views(conversion.gemm.node) for conversion in members]
-    chains = [_additions(summand) for summand in summands]
-    common = [node for node in chains[0] if all(node in chain for chain in chains[1:])]
-    if not common:
-        return None
-    root = common[0]
-    inside = {node for chain in chains for node in chain[: chain.index(root) + 1]}
-    others: list[fx.Node] = []
-
-    def collect(node: fx.Node) -> None:
-        for summand in node.args[:2]:
-            assert isinstance(summand, fx.Node)
-            if summand in inside:
-                collect(summand)
-            elif summand not in summands:
-                others.append(summand)
-
-    collect(root)
-    return Sum(root, tuple(others), summands[0])
-
-
-def _through_views(node: fx.Node) -> fx.Node:
-    while len(node.users) == 1:
-        (user,) = node.users
-        if user.target not in SAME_ORDER and not _widens(user):
-            break
-        node = user
-    return node
-
-
-def _widens(node: fx.Node) -> bool:
-    """Whether values are cast to float32, as under autocast: the sum of the gradients is not rounded after each addition.
-
-    Merged it is rounded once, behind the accumulator.
-    """
-    return node.target in CASTS and node.meta["val"].dtype == torch.float32
-
-
-def _additions(node: fx.Node) -> list[fx.Node]:
-    """The additions, from the inside out, in which a node's value is used and nothing else is."""
-    chain: list[fx.Node] = []
-    while len(node.users) == 1:
-        (user,) = node.users
-        if user.target is not aten.add.Tensor or user.kwargs or not _adds_alike(user):
-            break
-        chain.append(user)
-        node = user
-    return chain
-
-
-def _adds_alike(node: fx.Node) -> bool:
-    """Whether two tensors of one shape and dtype are added, without broadcasting."""
-    return node.args[0] is not node.args[1] and is_elementwise(node)
 
 
 def _can_wait(members: Sequence[Gemm], order: dict[fx.Node, int]) -> bool:

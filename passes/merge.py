@@ -29,8 +29,8 @@ backward. It must be the same computation, or it stays as it is:
 What is not merged though it reads an input that others read is reported with its reason
 (:class:`f8fx.report.MergeDecision`).
 
-A column slice that has to outlive the forward would keep the whole product alive, one that leaves
-the graph would have strides no matmul gives, and one that ``as_strided`` or a custom operator reads would be
+A column slice that has to outlive the forward would keep the whole product alive (:mod:`passes.lifetimes`), one that
+leaves the graph would have strides no matmul gives, and one that ``as_strided`` or a custom operator reads would be
 read at wrong places: those are copied out.
 """
 
@@ -51,25 +51,14 @@ from .choice import Choice, Convert, current, reading
 from .family import Apart, Family, families, gemms, users_between
 from .find import backward_nodes
 from .gemm import Gemm
+from .lifetimes import Members, partitions, reads_by_strides
 from .merge_worth import Paying, judged, merge_decision, noted
-from .operand import CASTS, MOVEMENTS, SAME_ORDER, readers_of_memory, shape_of
+from .operand import CASTS, SAME_ORDER, shape_of
 from .rewrite import Inserter, Provenance
-from .strides import replace_laid_out, takes_any_strides
+from .strides import replace_laid_out
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-#: Operators whose result is laid out in memory as their first argument is, gaps and all.
-_LAID_OUT_ALIKE = frozenset(
-    (
-        aten.slice_scatter.default,
-        aten.select_scatter.default,
-        aten.diagonal_scatter.default,
-        aten.copy.default,
-        aten.unfold.default,
-    )
-)
-_BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ class Merge:
     def __call__(self, graph: fx.Graph, choices: Sequence[Choice]) -> Merged:
         """Merges what can be and pays; skips among the choices only explain why others are not merged."""
         order = {node: index for index, node in enumerate(graph.nodes)}
-        outcomes = [self._outcome(found) for found in families(choices, order)]
+        outcomes = [self._outcome(found) for found in self._families(graph, choices, order)]
         conversions = [choice for choice in choices if isinstance(choice, Convert)]
         paying = [outcome.family for outcome in outcomes if isinstance(outcome, Paying)]
         return Merged(
@@ -110,6 +99,17 @@ class Merge:
             noted(choices, outcomes),
             [merge_decision(outcome) for outcome in sorted(outcomes, key=lambda each: order[_first(each)])],
         )
+
+    def _families(
+        self, graph: fx.Graph, choices: Sequence[Choice], order: dict[fx.Node, int]
+    ) -> list[Family | Apart]:
+        backward = backward_nodes(graph)
+
+        def ways(members: Members, trains: bool) -> Sequence[Sequence[Members]]:
+            model = self.model_of(members[0].gemm.device)
+            return partitions(members, backward, trains, model) if self.mode == "auto" else [[members]]
+
+        return families(choices, order, backward, ways)
 
     def _outcome(self, found: Family | Apart) -> Paying | Apart:
         if isinstance(found, Apart):
@@ -125,12 +125,11 @@ class Merge:
         found: Sequence[Family],
         order: dict[fx.Node, int],
     ) -> list[Convert]:
-        backward = backward_nodes(graph)
         merged: dict[fx.Node, Convert] = {}
         gone: dict[fx.Node, None] = {}
         replaced: dict[fx.Node, fx.Node] = {}
         for family in found:
-            for new, old in _Rewrite(graph, family, order, backward, replaced).run():
+            for new, old in _Rewrite(graph, family, order, replaced).run():
                 if new is not None:
                     merged[old[0].node] = new
                 gone.update(dict.fromkeys(gemm.node for gemm in old))
@@ -161,13 +160,11 @@ class _Rewrite:
         graph: fx.Graph,
         family: Family,
         order: dict[fx.Node, int],
-        backward: set[fx.Node],
         replaced: dict[fx.Node, fx.Node],
     ) -> None:
         self.graph = graph
         self.family = family
         self.order = order
-        self.backward = backward
         self.replaced = replaced
 
     def run(self) -> list[tuple[Convert | None, tuple[Gemm, ...]]]:
@@ -199,16 +196,18 @@ class _Rewrite:
         right = _as_operand(insert, weight, transposed, first.dtype)
         left = first.node.args[1 if first.node.target is aten.addmm.default else 0]
         product = insert(aten.mm.default, left, right)
-        copied = _copied_out(members, self.backward)
         end = 0
         for conversion in members:
             node = conversion.gemm.node
             start, end = end, end + int(conversion.gemm.n)
             part = insert(aten.slice.Tensor, product, 1, start, end)
-            if node in copied:
-                part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
-            if node.target is aten.addmm.default:
+            is_copied, has_bias = node in self.family.copied, node.target is aten.addmm.default
+            if has_bias:
                 part = self._before(conversion.gemm)(aten.add.Tensor, part, node.args[0])
+            elif is_copied:
+                part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
+            if is_copied:  # in memory, so that it is saved, and not the product to copy it from again
+                part = (self._before(conversion.gemm) if has_bias else insert)(ops.materialize, part)
             self._replace(node, part)
         gemm = replace(
             first,
@@ -275,7 +274,7 @@ class _Rewrite:
         for gemm in members:
             start, end = end, end + int(gemm.m)
             part = insert(aten.slice.Tensor, product, 0, start, end)
-            if _reads_by_strides(gemm.node):
+            if reads_by_strides(gemm.node):
                 part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
             self._replace(gemm.node, part)
         for node in waiting:
@@ -313,28 +312,6 @@ def _views(node: fx.Node, last: fx.Node) -> list[fx.Node]:
         views.insert(0, last)
         last = last.args[0]  # type: ignore[assignment]
     return views
-
-
-def _copied_out(members: Sequence[Convert], backward: set[fx.Node]) -> set[fx.Node]:
-    """The matmuls whose slice must not be a view of the product; see the module's docstring."""
-    saved, returned = set(), set()
-    for conversion in members:
-        node = conversion.gemm.node
-        read_by = readers_of_memory(node, MOVEMENTS | _LAID_OUT_ALIKE)
-        if any(reader.op == "output" for reader in read_by) or _reads_by_strides(node):
-            returned.add(node)
-        if not read_by.isdisjoint(backward):
-            saved.add(node)
-    return returned | (saved if len(saved) < len(members) else set())
-
-
-def _reads_by_strides(node: fx.Node) -> bool:
-    """Whether something finds, or may find, a value's elements by where they lie in memory, not by their indices."""
-    return any(
-        reader.target in _BY_STRIDES
-        or (reader.op == "call_function" and not takes_any_strides(reader.target))
-        for reader in readers_of_memory(node, until=_BY_STRIDES)
-    )
 
 
 def _names(members: Sequence[Gemm]) -> str:

@@ -15,6 +15,7 @@ from f8fx.torch_private import size_hint
 from .choice import Choice, Skip
 from .family import Apart, Family
 from .fqn import short_names
+from .lifetimes import copied_bytes
 
 #: The size of a role's gemm that its parts make up: n, k and m of [m, k] x [k, n].
 _AXIS: dict[Role, int] = {"output": 2, "grad_input": 1, "grad_weight": 0}
@@ -62,6 +63,8 @@ def judged(family: Family, model: CostModel) -> Paying | Apart:
         whole[_AXIS[role]] = sum(part[_AXIS[role]] for part in parts)
         separate[role] = tuple(model.gemm_seconds(m, k, n, True, rowwise) for m, k, n in parts)
         merged[role] = model.gemm_seconds(whole[0], whole[1], whole[2], True, rowwise)
+    if family.copied:
+        merged["output"] += model.copy_seconds(copied_bytes(family.members["output"], family.copied))
     result = Paying(family, separate, merged)
     if result.merged_seconds >= result.separate_seconds:
         return Apart(family.layers, "would be no faster", _figures(result))

@@ -31,7 +31,7 @@ def managed_by_fsdp(parameter: torch.Tensor) -> bool:
     return module is not None and _is_base_of_modules(module.FSDPModule)
 
 
-def _is_base_of_modules(mixin: type) -> bool:
+def _is_base_of_modules(mixin: type[Any]) -> bool:
     """Whether a class of modules is derived from a mixin; other mixins (``ReplicateModule``) are not, they only may be."""
     return any(
         issubclass(derived, torch.nn.Module) or _is_base_of_modules(derived)

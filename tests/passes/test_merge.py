@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import f8fx
 from f8fx import recording
+from f8fx.cost import CostModel
 from f8fx.demo.model import Decoder, DecoderConfig
 from tests.helpers import Block, bf16, compiled, gradients, graph_after, joint_graphs, randn, sqnr
 
@@ -344,18 +345,82 @@ class Rotated(Attention):
         q, k, v = (f(x).unflatten(-1, (-1, 32)).transpose(1, 2) for f in (self.q, self.k, self.v))
         return (
             F.scaled_dot_product_attention(
-                q.float().sin().to(bf16), k.float().sin().to(bf16), v, enable_gqa=True
+                (q.float() * 0.5).to(bf16), (k.float() * 0.5).to(bf16), v, enable_gqa=True
             )
             .transpose(1, 2)
             .flatten(-2)
         )
 
 
-@pytest.mark.parametrize("model", [Attention, Normed, Rotated])
+class Parallel(nn.Module):
+    """Attention and a gated feed-forward read one tensor; all is saved but the results for q and k."""
+
+    def __init__(self, width=K):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 32)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = ((y.float() * 0.5).to(bf16) for y in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return y + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class FeedForwardFirst(Parallel):
+    """Its gradients are added up in another order."""
+
+    def forward(self, x):
+        y = self.down(F.silu(self.gate(x)) * self.up(x))
+        q, k, v = (f(x).unflatten(-1, (-1, 32)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = ((y.float() * 0.5).to(bf16) for y in (q, k))
+        return y + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize("model", [Attention, Normed, Rotated, Parallel, FeedForwardFirst])
 def test_no_more_is_saved_than_of_separate_gemms(model):
     net, x = model().to(bf16), randn(4, 64, K)
     scales = 64  # a scale more or less
     assert saved(net, x) <= saved(net, x, merge="never") + scales
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [(Parallel, {("q", "k"), ("v", "gate", "up")}), (FeedForwardFirst, {("q", "k", "v"), ("gate", "up")})],
+)
+def test_layers_are_parted_by_how_long_their_results_live(model, groups, monkeypatch):
+    """Rather than copied. Where the sum of gradients does not allow the best way, the next best is taken."""
+    monkeypatch.setattr(
+        CostModel, "copy_seconds", lambda self, size: size * 7e-11
+    )  # few bytes, as if they were many
+    net, x = model().to(bf16), randn(4, 64, K)
+    with f8fx.recording() as reports:
+        y = compiled(net, **H100)(x)
+        y.sum().backward()
+    assert {found.layers for found in reports[0].merges if found.merged} == groups
+    got = [x.grad, *(p.grad for p in net.parameters())]
+    x.grad = None
+    net.zero_grad()
+    net(x).sum().backward()
+    for one, other in zip(got, [x.grad, *(p.grad for p in net.parameters())], strict=True):
+        assert sqnr(other, one) > 18
+
+
+def test_at_real_sizes_a_parallel_block_is_parted():
+    with torch.device("meta"):
+        net, x = Parallel(4096).to(bf16), torch.empty(4, 2048, 4096, dtype=bf16)
+    rows = f8fx.explain(net, x, target="h100").rows
+    merged = {row.fqn: row.merge for row in rows if row.role == "output"}
+    assert merged["q"] == "merged with k" and merged["v"] == "merged with gate, up"
+
+
+def test_a_small_result_is_copied():
+    """As v of grouped-query attention: that costs less than a gemm of its own."""
+    net, x = Rotated().to(bf16), randn(4, 64, K)
+    with f8fx.recording() as reports:
+        compiled(net, **H100)(x)
+    assert [found.layers for found in reports[0].merges if found.merged] == [("q", "k", "v")]
 
 
 def test_results_that_leave_the_graph_have_their_own_memory():

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import f8fx
 from f8fx import hardware, ops
 from f8fx.cost import CostModel
+from f8fx.passes import merge as merge_pass
 from f8fx.passes import select as select_pass
-from f8fx.passes.family import Apart, families
+from f8fx.passes.family import Family, families
 from f8fx.report import GraphReport
-from tests.helpers import bf16, joint_graphs, randn
+from tests.helpers import bf16, compiled, joint_graphs, randn, sqnr
 
 M, K = 64, 128
 
@@ -153,13 +154,13 @@ def test_weight_gradients_that_would_have_to_be_copied():
         return F.linear(x, a), F.linear(x, b)
 
     class Launches(CostModel):
-        """One gemm is faster than two by a launch, and a copy takes as long as two."""
+        """One gemm is faster than two by a launch, and a copy of a gradient takes as long as two."""
 
         def gemm_seconds(self, m, k, n, float8, *args, **kwargs):
             return 1e-6
 
         def copy_seconds(self, size):
-            return self.copy
+            return self.copy if size == M * 64 * 2 else 0.0
 
     args = randn(M, K), *weights(64, 64)
     for copy, matmuls in ((2e-6, 2), (0.4e-6, 1)):
@@ -457,22 +458,56 @@ def test_a_weight_gradient_that_needs_another():
     unmerged("one weight gradient depends on another", f, randn(M, K, grad=False), *weights(64, 32))
 
 
-def test_a_sum_inside_a_sum():
-    """The gradients of y are summands of the gradient of x; replaced first, their sum is not there any more."""
+def gradients(fn, *args, merge="auto"):
+    inputs = [arg.detach().clone().requires_grad_() for arg in args]
+    with f8fx.recording() as reports:
+        y = compiled(fn, recipe="rowwise_with_gw_hp", target="h100", merge=merge)(*inputs)
+    y.sum().backward()
+    return [each.merged for each in reports[0].merges], [x.grad for x in inputs]
+
+
+def test_a_sum_inside_a_sum(monkeypatch):
+    """The gradients of y are summands of the gradient of x, whichever sum is replaced first."""
 
     def f(x, a, b, c, d):
         first = F.linear(x, a).sin()
         y = x + 1
         return first * F.linear(y, b).sin() * F.linear(x, c).sin() * F.linear(y, d)
 
+    args = randn(M, K), *weights(64, 64, 64, 64)
+    separate = gradients(f, *args, merge="never")[1]
+    for turn in (list, lambda found: found[::-1]):
+        with monkeypatch.context() as patch:
+            patch.setattr(merge_pass, "families", lambda *given, turn=turn: turn(families(*given)))
+            merged, got = gradients(f, *args)
+        assert merged == [True, True]
+        for one, other in zip(got, separate, strict=True):
+            assert sqnr(other, one) > 20
+
+
+def test_sums_that_are_one_tree():
+    """Of two families whose gradients are added up in turns only one sum can be replaced."""
+
+    def f(x, a, b, c, d):
+        one, two, three, four = (F.linear(x, w).sin() for w in (a, b, c, d))
+        return one * two * three * four
+
+    choices, order = [], {}
     pipeline = f8fx.Options.parse({"select": "all", "target": "h100"}).pipeline()
-    reasons = []
 
     def transform(graph):
-        choices = pipeline.select(pipeline.find(graph))
-        order = {node: index for index, node in enumerate(graph.nodes)}
-        for given in (choices, choices[::-1]):
-            reasons.append([each.reason for each in families(given, order) if isinstance(each, Apart)])
+        choices[:] = pipeline.select(pipeline.find(graph))
+        order.update((node, index) for index, node in enumerate(graph.nodes))
 
     joint_graphs(f, randn(M, K), *weights(64, 64, 64, 64), transform=transform)
-    assert reasons == [[], ["another merged sum is part of theirs"]]
+
+    def in_turns(members, trains):
+        return [[members[::2], members[1::2]], [members]]
+
+    def side_by_side(members, trains):
+        return [[members[:2], members[2:]], [members]]
+
+    (one,) = families(choices, order, ways=in_turns)
+    assert isinstance(one, Family) and len(one.layers) == 4
+    two = families(choices, order, ways=side_by_side)
+    assert [len(each.layers) for each in two if isinstance(each, Family)] == [2, 2]

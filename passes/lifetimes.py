@@ -1,0 +1,142 @@
+"""Which results of layers that become one outlive the forward, and which layers become one with which for it.
+
+A slice of a merged product keeps all of the product alive. Where only some of the slices are saved for the backward
+(v of q, k and v: of the others RoPE's results are), those are copied out, so that no byte more is saved. A copy costs a
+read and a write. Where that is more than two gemms instead of one cost, as for blocks whose attention and feed-forward
+read one norm (GPT-J, Falcon, Cohere), the layers are parted by the lifetimes of their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from f8fx.cost import CostModel
+from f8fx.torch_private import size_hint
+
+from .choice import Convert
+from .operand import CASTS, MOVEMENTS, readers_of_memory
+from .strides import takes_any_strides
+
+aten = torch.ops.aten
+
+#: Operators whose result is laid out in memory as their first argument is, gaps and all.
+_LAID_OUT_ALIKE = frozenset(
+    (
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.copy.default,
+        aten.unfold.default,
+    )
+)
+_KEPT_WHOLE = MOVEMENTS | _LAID_OUT_ALIKE
+_BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+
+Members = Sequence[Convert]
+
+
+def copied_out(members: Members, backward: set[fx.Node]) -> frozenset[fx.Node]:
+    """The matmuls whose slice must not be a view of the merged product.
+
+    Args:
+        members: forward matmuls that become one.
+        backward: the nodes of the backward.
+    """
+    nodes = [conversion.gemm.node for conversion in members]
+    saved = {node for node in nodes if _outlives(node, backward)}
+    returned = {node for node in nodes if _is_returned(node)}
+    return frozenset(returned | (saved if len(saved) < len(nodes) else set()))
+
+
+def copied_bytes(members: Members, copied: frozenset[fx.Node]) -> int:
+    """The size of those slices."""
+    gemms = [conversion.gemm for conversion in members if conversion.gemm.node in copied]
+    return sum(int(size_hint(gemm.m) or 0) * int(gemm.n) * gemm.dtype.itemsize for gemm in gemms)
+
+
+def partitions(
+    members: Members, backward: set[fx.Node], trains: bool, model: CostModel
+) -> list[list[Members]]:
+    """Ways to make gemms of layers that could be one, the fastest first.
+
+    Args:
+        backward: the nodes of the backward.
+        trains: whether the gradients of the layers are merged too.
+        model: the cost model of what they are decided for.
+    """
+    saved = [conversion for conversion in members if _outlives(conversion.gemm.node, backward)]
+    if not saved or len(saved) == len(members) or size_hint(members[0].gemm.m) is None:
+        return [[members]]
+    saved.sort(key=lambda conversion: int(conversion.gemm.n))
+    found: list[list[Members]] = [[members]]
+    for number in range(1, len(saved) + 1):
+        together = {conversion.gemm.node for conversion in saved[-number:]}
+        rest = [conversion for conversion in members if conversion.gemm.node not in together]
+        apart = [conversion for conversion in members if conversion.gemm.node in together]
+        if len(rest) > 1 or len(apart) > 1:
+            found.append([rest, apart])
+    return sorted(found, key=lambda groups: _seconds(groups, backward, trains, model))
+
+
+def _seconds(groups: Sequence[Members], backward: set[fx.Node], trains: bool, model: CostModel) -> float:
+    """Predicted time of the gemms, of what is copied out of them, and of adding up their input gradients."""
+    total = 0.0
+    for members in groups:
+        first = members[0].gemm
+        m, k, n = (
+            int(size_hint(first.m) or 0),
+            int(size_hint(first.k) or 0),
+            sum(int(c.gemm.n) for c in members),
+        )
+        rowwise = members[0].spec.is_rowwise
+        for sizes in ((m, k, n), (m, n, k), (n, m, k)) if trains else ((m, k, n),):
+            total += model.gemm_seconds(*sizes, True, rowwise)
+        total += model.copy_seconds(copied_bytes(members, copied_out(members, backward)))
+        if trains:
+            total += model.copy_seconds(m * k * first.dtype.itemsize) / 2  # read for the sum
+    return total
+
+
+def reads_by_strides(node: fx.Node) -> bool:
+    """Whether something finds, or may find, a value's elements by where they lie in memory, not by their indices."""
+    return any(
+        reader.target in _BY_STRIDES
+        or (reader.op == "call_function" and not takes_any_strides(reader.target))
+        for reader in readers_of_memory(node, until=_BY_STRIDES)
+    )
+
+
+def _is_returned(node: fx.Node) -> bool:
+    read_by = readers_of_memory(node, _KEPT_WHOLE)
+    return any(reader.op == "output" for reader in read_by) or reads_by_strides(node)
+
+
+def _outlives(node: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether a result of the forward is kept for the backward, which reads it, or computes anew what it reads.
+
+    What is computed of a result one element at a time is computed anew (``silu(gate)``), unless something reads it
+    that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results.
+    """
+    if node.target is aten.addmm.default:  # with its bias it is a new tensor
+        return not readers_of_memory(node, _KEPT_WHOLE).isdisjoint(backward)
+    seen, todo = {node}, [node]
+    while todo:
+        for reader in readers_of_memory(todo.pop(), _KEPT_WHOLE):
+            if reader in backward:
+                return True
+            if reader not in seen and _is_computed_anew(reader):
+                seen.add(reader)
+                todo.append(reader)
+    return False
+
+
+def _is_computed_anew(node: fx.Node) -> bool:
+    return _is_fusible(node) and all(map(_is_fusible, readers_of_memory(node, MOVEMENTS)))
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or node.target in CASTS
