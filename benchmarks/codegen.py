@@ -26,7 +26,7 @@ from torch import fx
 
 from f8fx import executor, lowerings
 from f8fx.options import Options
-from f8fx.torch_private import combine_by_kind, fake_tensor_mode, storage_key
+from f8fx.torch_private import fake_tensor_mode, storage_key
 from f8fx.tuning import tuning
 
 from .rereads import L2_BYTES, PROCESSORS, Tensor, reread_bytes, strided_bytes
@@ -202,16 +202,17 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
 
     lowerings.register()
     graph, inputs, mode = _on_cuda(half)
-    patches = {"force_disable_caches": True, "compile_threads": 1, "triton.autotune_at_compile_time": False}
-    rewritten = any(getattr(node.target, "namespace", "") == "f8fx" for node in half.graph.nodes)
-    if rewritten:
-        patches.update(tuning({}))
+    patches: dict[str, Any] = {
+        "force_disable_caches": True,
+        "compile_threads": 1,
+        "triton.autotune_at_compile_time": False,
+    }
+    carrier = types.SimpleNamespace(tuning=tuning({}))
+    patches.update({key: getattr(config, key) for key in carrier.tuning}, joint_custom_pre_pass=carrier)
     with V.set_fake_mode(mode), config.patch(patches):
         _recursive_post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), _recorded() as sources:
-            if rewritten:
-                combine_by_kind(config.combo_kernel_per_subkernel_blocks)
             lowering.run(*inputs)
             code = lowering.codegen()[0]
             # Inductor counts 4-byte words

@@ -37,6 +37,7 @@ from .torch_private import (
     Parts,
     express_min_max_as_where,
     inductor_lowering,
+    tune_graphs_of,
 )
 
 aten = torch.ops.aten
@@ -46,6 +47,7 @@ aten = torch.ops.aten
 def register() -> None:
     """Registers the lowerings with Inductor, once; the backend calls it before the first compile."""
     express_min_max_as_where()
+    tune_graphs_of("f8fx")
     table = inductor_lowering()
 
     def register_guarded(op: Any, fused: Callable[..., Any]) -> None:

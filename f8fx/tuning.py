@@ -1,7 +1,7 @@
 """Inductor options that rewritten graphs are compiled with, unless the user sets them.
 
-They come into force when the first of our operators is lowered, so a graph in which nothing was converted
-is compiled as by plain Inductor. Only on GPUs; options that the running torch does not have are left out.
+They come into force before the first node of a graph with one of our operators is lowered; a graph in which nothing was
+converted is compiled as by plain Inductor. Only on GPUs; options that the running torch does not have are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TUNING: Mapping[str, Any] = {
     # threshold (30) it is written out in bfloat16 in between, which is more traffic
     "realize_opcount_threshold": 50,
     # a LayerNorm's output is computed from five tensors, and again for each cast; at Inductor's threshold (4) it is
-    # written out in between. With one more, Llama's block moves more
+    # written out in between. With one more, Llama's block moves more. What reads only one tensor of its size never is
     "realize_reads_threshold": 5,
 }
 

@@ -17,7 +17,7 @@ from torch import fx
 from f8fx import ops
 
 from .fqn import of_node
-from .operand import SAME_ORDER, is_elementwise, readers
+from .operand import CASTS, SAME_ORDER, is_elementwise, readers
 from .rewrite import Inserter, Provenance
 
 aten = torch.ops.aten
@@ -61,12 +61,20 @@ def _is_matmul_result(node: fx.Node) -> bool:
     while node.target not in _MATMULS:
         if len(node.users) != 1 or node.target not in _AFTER_MATMUL:
             return False
-        # not the bias, nor a size
-        sources = [source for source in node.all_input_nodes if _rank(source) > 1]
+        # not the bias, nor a size, nor what dropout keeps
+        sources = [source for source in node.all_input_nodes if _rank(source) > 1 and not _is_mask(source)]
         if len(sources) != 1:
             return False
         (node,) = sources
     return len(node.users) == 1
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Whether a tensor is one of truth values, at most cast."""
+    while node.target in CASTS:
+        node = node.all_input_nodes[0]
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
 
 
 def _rank(node: fx.Node) -> int:

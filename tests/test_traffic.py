@@ -204,3 +204,29 @@ def test_more_tokens_are_no_more_launches():
         traffic.count(*traffic.block("mlp", tokens), case)["triton_kernels"] for tokens in (8192, 65536)
     )
     assert many <= few + 2
+
+
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(1024, 65536, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x, targets, weights):
+        logits = self.head(x).float()
+        is_target = torch.arange(logits.shape[-1]) == targets[:, None]
+        losses = torch.logsumexp(logits, -1) - (logits * is_target).sum(-1)
+        return (losses * weights).sum() / weights.sum()
+
+
+def test_the_gradient_of_a_cross_entropy_is_not_written_in_high_precision():
+    """It reads the logits and some numbers and vectors, so its amax and its casts may read the logits instead."""
+    tokens, width, vocabulary = 2048, 1024, 65536
+    args = (
+        torch.zeros(tokens, width, dtype=torch.bfloat16, requires_grad=True),
+        torch.zeros(tokens, dtype=torch.int64),
+        torch.ones(tokens),
+    )
+    row = traffic.count(Head(), args, traffic.Case("tensorwise"))
+    logits, weight, x = tokens * vocabulary, width * vocabulary, tokens * width
+    # read for the loss, the amax and the casts, and two copies written; amax, cast and transposed cast of the others
+    assert row["est_bytes"] < 1.02 * (3 * 2 * logits + 2 * logits + 8 * weight + 8 * x)

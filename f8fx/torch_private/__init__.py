@@ -93,7 +93,6 @@ from .lowering import (
 )
 from .patch import patched_attribute
 from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function
-from .scheduling import combine_by_kind
 from .tensors import (
     detect_fake_mode,
     disabled_torch_function,
@@ -116,6 +115,7 @@ from .tensors import (
     wrapper_tensor,
 )
 from .trees import tree_leaves, tree_map, tree_map_only
+from .tuned_graphs import tune_graphs_of
 from .versions import (
     SUPPORTED_TORCH,
     check_version,
@@ -138,7 +138,6 @@ __all__ = [
     "c10d",
     "cause_of",
     "check_version",
-    "combine_by_kind",
     "compile_fx_module",
     "compiles_ahead_of_time",
     "copy_of_graph",
@@ -207,6 +206,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tune_graphs_of",
     "unlogged_fake_errors",
     "unnoticed_by_dynamo",
     "untraced",

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .inductor import inductor_config
-from .scheduling import combine_by_kind, fused_only_with
+from .scheduling import fused_only_with
 
 
 class Parts(NamedTuple):
@@ -25,9 +25,6 @@ class Parts(NamedTuple):
 class Lowering:
     """Inductor's lowerings, called on its IR values (``torch._inductor.lowering``, ``ir``)."""
 
-    #: Devices that the options of a pass (:meth:`_tune`) are for.
-    tuned_devices: frozenset[str] = frozenset(("cuda", "xpu"))
-
     def __init__(self) -> None:
         from torch._inductor import ir, lowering
 
@@ -36,28 +33,7 @@ class Lowering:
 
     def register(self, target: Any, fn: Callable[..., Any]) -> None:
         """Makes ``fn`` the lowering of an operator."""
-
-        def lower(*args: Any, **kwargs: Any) -> Any:
-            self._tune()
-            return fn(*args, **kwargs)
-
-        self._lowering.register_lowering(target, type_promotion_kind=None)(lower)
-
-    def _tune(self) -> None:
-        """Sets the Inductor options that the pass carries, for the graph being compiled.
-
-        ``compile_fx`` restores them afterwards: they are among the options it was given for this compile.
-        """
-        from torch._inductor.virtualized import V
-
-        config = inductor_config()
-        tuning = getattr(config.joint_custom_pre_pass, "tuning", None)
-        if tuning and any(device in self.tuned_devices for device in V.graph.device_types):
-            for key, value in tuning.items():
-                if getattr(config, key) != value:
-                    setattr(config, key, value)
-            if config.combo_kernels:
-                combine_by_kind(config.combo_kernel_per_subkernel_blocks)
+        self._lowering.register_lowering(target, type_promotion_kind=None)(fn)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """The lowering of an aten operator applied to IR values."""

@@ -66,6 +66,14 @@ def test_a_bias_is_part_of_the_matmul():
     assert marked(f, *args(), randn(32, grad=False)) == 1
 
 
+def test_dropout_is_no_other_matmul():
+    def f(x, w):
+        h = x + F.dropout(F.linear(x, w), 0.5)
+        return h.sin() + h.cos()
+
+    assert marked(f, *args(grad=True)) == 1
+
+
 # -- what stays
 
 
