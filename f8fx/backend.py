@@ -213,17 +213,18 @@ def _run_with_weights(
     run: Run,
 ) -> Callable[..., Any]:
     """Compiles a graph so that it takes the float8 copies of its weights as inputs, where it can."""
-    found = weight_inputs.candidates(gm, example_inputs)
-    if not found.weights or config.get("freezing", inductor_config().freezing):
-        return run(gm, example_inputs, graph_pass)  # frozen weights are constants of the compiled code
+    frozen = config.get("freezing", inductor_config().freezing)  # weights are constants of the compiled code
+    if frozen or not weight_inputs.candidates(example_inputs).weights:
+        return run(gm, example_inputs, graph_pass)
     plain, training = (graph_pass.pipeline, graph_pass.key), False
     try:
-        inputs, training = _weight_inputs(gm, example_inputs, options, graph_pass, found)
-        if not training or options.weights == "reused":
+        inputs, training = _weight_inputs(gm, example_inputs, options, graph_pass)
+        if inputs.copies:
+            last = not training or inputs.last
             graph_pass.pipeline = _pipeline(options, inputs)
             graph_pass.key = graph_pass.key.extended(inputs)
-            longer, examples = weight_inputs.extended(gm, example_inputs, inputs, training)
-            return weight_inputs.wrapped(run(longer, examples, graph_pass), inputs, training)
+            longer, examples = weight_inputs.extended(gm, example_inputs, inputs, is_static=last)
+            return weight_inputs.wrapped(run(longer, examples, graph_pass), inputs, training, last)
     except FilterError:
         raise
     except Exception as error:
@@ -238,14 +239,21 @@ def _run_with_weights(
 
 
 def _weight_inputs(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    graph_pass: GraphPass,
-    found: WeightInputs,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, graph_pass: GraphPass
 ) -> tuple[WeightInputs, bool]:
-    """The casts of weights that the passes make in a graph, and whether it is a training graph."""
-    kept = load_weights(graph_pass.key, found)
+    """The casts of weights that need not be made in a graph, and whether it trains."""
+    frozen = options.weights == "cached" and weight_inputs.may_train(example_inputs)
+    found = _casts(gm, example_inputs, options, graph_pass, frozen)
+    # in inference all weights last
+    return found if found[1] or not frozen else _casts(gm, example_inputs, options, graph_pass, False)
+
+
+def _casts(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, graph_pass: GraphPass, frozen: bool
+) -> tuple[WeightInputs, bool]:
+    found = weight_inputs.candidates(example_inputs, frozen)
+    key = graph_pass.key.extended(found)
+    kept = load_weights(key, found)
     if kept is not None:
         return kept
     trial = GraphPass(
@@ -256,7 +264,7 @@ def _weight_inputs(
     assert trial.pipeline.reuse is not None
     inputs = found.with_casts(trial.pipeline.reuse.seen)
     training = any(report.training for report in trial.reports)
-    store_weights(graph_pass.key, inputs, training)
+    store_weights(key, inputs, training)
     return inputs, training
 
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from .options import Options
 from .passes.parameters import parameter_positions
-from .passes.reuse import CastFormat, ScaleFormat, WeightInputs
+from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
 from .report import GraphReport, log
 from .sources import source_hash
 from .torch_private import group_backends, inductor_cache_dir, size_hint
@@ -153,12 +153,12 @@ def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:
         return
     casts = [
         [
-            weight.position,
+            *copies.place,
             *(str(cast.scale.dtype).removeprefix("torch."), cast.scale.dim, cast.scale.power_of_2),
             *(cast.transpose, cast.align),
         ]
-        for weight in inputs.weights
-        for cast in weight.casts
+        for copies in inputs.copies
+        for cast in copies.casts
     ]
     _store(_record(key, "-weights"), {"candidates": _positions(inputs), "casts": casts, "training": training})
 
@@ -167,14 +167,15 @@ def load_weights(key: CacheKey, candidates: WeightInputs) -> tuple[WeightInputs,
     """What :func:`store_weights` kept for a graph with these candidates."""
     if key.uuid is None:
         return None
-    seen: dict[int, list[CastFormat]] = {}
+    seen: dict[Place, list[CastFormat]] = {}
     try:
         data = json.loads(_record(key, "-weights").read_text())
         if data["candidates"] != _positions(candidates):
             return None
-        for position, dtype, dim, power_of_2, transpose, (rows, columns) in data["casts"]:
+        for positions, along, dtype, dim, power_of_2, transpose, (rows, columns) in data["casts"]:
             scale = ScaleFormat(getattr(torch, dtype), dim, power_of_2)
-            seen.setdefault(position, []).append(CastFormat(scale, transpose, (rows, columns)))
+            place = Place(tuple(positions), along)
+            seen.setdefault(place, []).append(CastFormat(scale, transpose, (rows, columns)))
         return candidates.with_casts(seen), bool(data["training"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -55,8 +55,9 @@ class Options:
         wire: dtype in which float8 tensors are gathered: ``"float8"`` (NCCL), ``"uint8"``, a view of them, for
             backends that reject float8 (gloo), ``"auto"``, by backend. ``"off"``: gathers stay in high precision.
         weights: ``"dynamic"`` quantizes weights in every call; ``"cached"`` keeps their float8 copies from
-            call to call of inference graphs (:mod:`f8fx.weights`); ``"reused"`` does so too, and lets
-            training graphs take theirs from :func:`f8fx.reuse_weights`. In packages of AOTInductor both make
+            call to call of inference graphs, and those of frozen weights from step to step of training graphs
+            (:mod:`f8fx.weights`); ``"reused"`` lets training graphs take all of theirs from :func:`f8fx.reuse_weights`,
+            and is ``"cached"`` in inference. In packages of AOTInductor both make
             Inductor cast weights when a package is loaded (:mod:`f8fx.ahead`).
         kernels: ``"auto"``: a Triton kernel of ours where it reads fewer bytes than Inductor's code would: rowwise
             tensors that are in memory and wanted in both layouts (:mod:`passes.one_read`); ``"inductor"``: never.
@@ -130,8 +131,7 @@ class Options:
         arguments: dict[str, Any] = {
             "debug": self.debug,
             "rowwise_scales": None if scales is None else (lambda device: scales),
-            # kept copies are of single weights
-            "merge": self.merge if self.weights == "dynamic" else "never",
+            "merge": self.merge,
             "weights_at_once": self.save == "fast",
             "wire": self.wire,
             "kernels": lambda device: self.kernels == "auto" and device.type == "cuda",

@@ -19,15 +19,22 @@ from torch import fx, nn
 from . import weights
 from .passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
 from .torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
+from .weight_watch import training_ran
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def candidates(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WeightInputs:
-    """The parameters among a Dynamo graph's inputs whose copies could be inputs as well."""
+def candidates(example_inputs: Sequence[Any], frozen: bool = False) -> WeightInputs:
+    """The parameters among a Dynamo graph's inputs whose copies could be inputs as well.
+
+    Args:
+        frozen: of a training graph, those only that need no gradient, whose copies last from step to step.
+    """
     found = []
     for position, value in enumerate(example_inputs):
         if not isinstance(value, nn.Parameter) or value.dim() != 2 or value.dtype not in _SOURCES:
+            continue
+        if frozen and value.requires_grad:
             continue
         if type(value) is nn.Parameter:  # not a fake one, and no subclass with a layout of its own
             if reason := weights.refusal(value):
@@ -35,41 +42,59 @@ def candidates(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> WeightInput
                 continue
         elif not is_fake(value):
             continue
-        if all(isinstance(size, int) for size in value.shape):
-            found.append(Weight(position, tuple(map(int, value.shape)), value.dtype))
-    return WeightInputs(len(example_inputs), tuple(found))
+        rows, columns = value.shape
+        if isinstance(rows, int) and isinstance(columns, int):
+            found.append(Weight(position, (rows, columns), value.dtype))
+    return WeightInputs(len(example_inputs), tuple(found), last=frozen)
+
+
+def may_train(example_inputs: Sequence[Any]) -> bool:
+    """Whether a Dynamo graph may have a backward."""
+    return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs)
 
 
 def extended(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: WeightInputs, training: bool
+    gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: WeightInputs, is_static: bool
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of a Dynamo graph with an input for each scale and copy, and its example inputs."""
+    """A copy of a Dynamo graph with an input for each scale and copy, and its example inputs.
+
+    Args:
+        is_static: whether those keep their addresses from call to call.
+    """
     result = copy_of_graph(gm)
     graph = result.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
     assert fake_mode is not None  # Dynamo's graphs have fake values
     last, examples = placeholders[-1], list(example_inputs)
-    for weight in inputs.weights:
-        device = example_inputs[weight.position].device
-        for form in weight.formats:
+    shapes = {weight.position: weight.shape for weight in inputs.weights}
+    for copies in inputs.copies:
+        device = example_inputs[copies.place.positions[0]].device
+        shape = side_by_side([shapes[position] for position in copies.place.positions], copies.place.dim)
+        for form in copies.formats:
             with graph.inserting_after(last):
                 last = graph.placeholder(f"f8fx_weight_{len(examples)}")
             with fake_mode:
-                value = torch.empty(shape_of(weight, form), dtype=dtype_of(form), device=device)
+                value = torch.empty(shape_of(shape, form), dtype=dtype_of(form), device=device)
             last.meta["example_value"] = value
-            # in inference its address stays
-            mark_as_dynamo_input(last, is_static=not training)
+            mark_as_dynamo_input(last, is_static=is_static)
             examples.append(value)
     result.recompile()
     return result, examples
 
 
-def shape_of(weight: Weight, form: ScaleFormat | CastFormat) -> tuple[int, ...]:
-    """The shape of a scale or copy of a parameter."""
+def side_by_side(shapes: Sequence[tuple[int, int]], dim: int) -> tuple[int, int]:
+    """The shape of matrices side by side along a dimension."""
+    rows, columns = shapes[0]
+    total = sum(shape[dim] for shape in shapes)
+    return (total, columns) if dim == 0 else (rows, total)
+
+
+def shape_of(shape: tuple[int, int], form: ScaleFormat | CastFormat) -> tuple[int, ...]:
+    """The shape of a scale or copy of a matrix."""
     if isinstance(form, ScaleFormat):
-        return () if form.dim is None else (weight.shape[1 - form.dim],)
-    rows, columns = weight.shape[::-1] if form.transpose else weight.shape
+        return () if form.dim is None else (shape[1 - form.dim],)
+    rows, columns = shape[::-1] if form.transpose else shape
     return _round_up(rows, form.align[0]), _round_up(columns, form.align[1])
 
 
@@ -78,15 +103,23 @@ def dtype_of(form: ScaleFormat | CastFormat) -> torch.dtype:
     return torch.float32 if isinstance(form, ScaleFormat) else form.scale.dtype
 
 
-def wrapped(compiled: Callable[..., Any], inputs: WeightInputs, training: bool) -> Callable[..., Any]:
-    """A compiled graph with further inputs, as Dynamo calls it: with its own."""
-    fetch = weights.reused if training else weights.cached
-    wanted = [(weight.position, weight.formats) for weight in inputs.weights if weight.formats]
+def wrapped(
+    compiled: Callable[..., Any], inputs: WeightInputs, training: bool, last: bool
+) -> Callable[..., Any]:
+    """A compiled graph with further inputs, as Dynamo calls it: with its own.
+
+    Args:
+        last: whether copies last from call to call, or for a block of :func:`f8fx.reuse_weights`.
+    """
+    fetch = weights.cached if last else weights.reused
+    wanted = [(copies.place.positions, copies.place.dim, copies.formats) for copies in inputs.copies]
 
     def run(*args: Any) -> Any:
-        copies = fetch((args[position], formats) for position, formats in wanted)
+        copies = fetch(
+            ([args[position] for position in positions], dim, forms) for positions, dim, forms in wanted
+        )
         if training:
-            weights.training_ran()
+            training_ran()
         return compiled(*args, *copies)
 
     return run
@@ -96,7 +129,7 @@ def noting_training(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled training graph that has no further inputs, but after which weights may change."""
 
     def run(*args: Any) -> Any:
-        weights.training_ran()
+        training_ran()
         return compiled(*args)
 
     return run

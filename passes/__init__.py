@@ -166,7 +166,7 @@ class Pipeline:
                 check(graph, name, outputs, known)
             return result
 
-        cached = self._cached(graph) if not report.training else ()
+        cached = self._cached(graph, report.training)
         found, choices = self._decide(graph, cached, run)
         if any(isinstance(choice, Convert) for choice in choices):
             merged = run("merge", self.merge, graph, choices)
@@ -191,11 +191,11 @@ class Pipeline:
         report.target = _target_name(self.select, found)
         return report
 
-    def _cached(self, graph: fx.Graph) -> set[fx.Node]:
-        """The parameters whose casts need not be made in every call of an inference graph."""
+    def _cached(self, graph: fx.Graph, training: bool) -> set[fx.Node]:
+        """The parameters whose casts need not be made in every call of a graph."""
         if self.reuse is not None:
-            return self.reuse.cached(graph)
-        return constant_parameters(graph) if self.constants else set()
+            return self.reuse.cached(graph, training)
+        return constant_parameters(graph) if self.constants and not training else set()
 
     def _decide(
         self, graph: fx.Graph, cached: Collection[fx.Node], run: Callable[..., Any]

@@ -7,7 +7,7 @@ format becomes such an input, and the parameter is no longer read.
 
 Which casts a graph wants is known only to the passes. So they run twice: first on a graph without
 further inputs, where this pass only notes what it could have replaced (:attr:`Reuse.seen`), then on
-the one with them.
+the one with them. Where layers were merged, what is cast is parameters side by side, and so are the copies.
 
 Graph inputs are told apart by position. AOTAutograd keeps their order, but may add some (effect
 tokens) or join some (duplicates): where a graph has not exactly the inputs it should have, nothing
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -54,18 +55,41 @@ class CastFormat:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter among the inputs of a graph, and the copies of it that are inputs too.
+    """A parameter among the inputs of a graph, of which copies may be inputs too.
 
     Attributes:
         position: its index among the graph's inputs.
         shape, dtype: as in the graph, to be sure it is the same input.
-        casts: formats of its float8 copies.
     """
 
     position: int
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     dtype: torch.dtype
-    casts: tuple[CastFormat, ...] = ()
+
+
+class Place(NamedTuple):
+    """What is cast: a parameter, or several side by side.
+
+    Attributes:
+        positions: their indices among the graph's inputs.
+        dim: the dimension along which they stand side by side; 0 for one.
+    """
+
+    positions: tuple[int, ...]
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies of one parameter, or of several side by side, that are inputs of a graph.
+
+    Attributes:
+        place: what they are copies of.
+        casts: the formats of the float8 copies.
+    """
+
+    place: Place
+    casts: tuple[CastFormat, ...]
 
     @property
     def scales(self) -> tuple[ScaleFormat, ...]:
@@ -74,34 +98,35 @@ class Weight:
 
     @property
     def formats(self) -> tuple[ScaleFormat | CastFormat, ...]:
-        """What stands for this weight among the inputs, in order."""
+        """What stands for them among the inputs, in order."""
         return (*self.scales, *self.casts)
 
 
 @dataclass(frozen=True)
 class WeightInputs:
-    """The inputs of a graph: its own, then for each weight in turn its scales and its float8 copies.
+    """The inputs of a graph: its own, then the scales and float8 copies of parameters.
 
     Attributes:
         own: how many the graph has of its own.
         weights: the parameters that may be cast elsewhere.
+        copies: what is.
+        last: whether copies last from step to step in training too: their casts cost nothing.
     """
 
     own: int
     weights: tuple[Weight, ...] = ()
+    copies: tuple[Copies, ...] = ()
+    last: bool = False
 
     @property
     def total(self) -> int:
         """How many inputs the graph has."""
-        return self.own + sum(len(weight.formats) for weight in self.weights)
+        return self.own + sum(len(copies.formats) for copies in self.copies)
 
-    def with_casts(self, seen: Mapping[int, Sequence[CastFormat]]) -> WeightInputs:
-        """The inputs of a graph whose casts, by position of their weight, are those that were seen."""
-        weights = (
-            replace(weight, casts=tuple(dict.fromkeys(seen.get(weight.position, ()))))
-            for weight in self.weights
-        )
-        return replace(self, weights=tuple(weights))
+    def with_casts(self, seen: Mapping[Place, Sequence[CastFormat]]) -> WeightInputs:
+        """The inputs of a graph whose casts are those that were seen."""
+        copies = (Copies(place, tuple(dict.fromkeys(casts))) for place, casts in seen.items())
+        return replace(self, copies=tuple(copies))
 
 
 @dataclass
@@ -110,43 +135,45 @@ class Reuse:
 
     Attributes:
         inputs: what the graph's inputs are.
-        seen: for each position, the casts that no input was there for.
+        seen: the casts that no input was there for.
         taken: positions of the parameters whose casts were.
     """
 
     inputs: WeightInputs
-    seen: dict[int, list[CastFormat]] = field(default_factory=dict)
+    seen: dict[Place, list[CastFormat]] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
 
     def __call__(self, graph: fx.Graph) -> None:
         placeholders = _own_inputs(graph)
         parameters = self._parameters(placeholders)
-        given: dict[tuple[int, ScaleFormat | CastFormat], fx.Node] = {}
+        given: dict[tuple[Place, ScaleFormat | CastFormat], fx.Node] = {}
         rest = iter(placeholders[self.inputs.own :])
-        for weight in self.inputs.weights if parameters else ():
-            for wanted in weight.formats:
-                given[weight.position, wanted] = next(rest)
+        for copies in self.inputs.copies if parameters else ():
+            for wanted in copies.formats:
+                given[copies.place, wanted] = next(rest)
         for node in list(graph.nodes):
             if node.target is not ops.quantize or "f8fx" not in node.meta:
                 continue
-            weight_node, scale = node.args
-            assert isinstance(weight_node, fx.Node) and isinstance(scale, fx.Node)
+            source, scale = node.args
+            assert isinstance(source, fx.Node) and isinstance(scale, fx.Node)
             form = _format_of(node)
-            if weight_node not in parameters or form is None:
+            place = _place(source, parameters)
+            if place is None or form is None:
                 continue
-            position = parameters[weight_node]
-            data = given.get((position, form))
+            data = given.get((place, form))
             if data is None:
-                self.seen.setdefault(position, []).append(form)
+                self.seen.setdefault(place, []).append(form)
                 continue
-            self.taken.add(position)
+            self.taken.update(place.positions)
             node.replace_all_uses_with(data)
             graph.erase_node(node)
-            scale.replace_all_uses_with(given[position, form.scale])
+            scale.replace_all_uses_with(given[place, form.scale])
             erase_unused(graph, scale)
 
-    def cached(self, graph: fx.Graph) -> set[fx.Node]:
-        """The parameters of a graph whose casts need not be made in it."""
+    def cached(self, graph: fx.Graph, training: bool) -> set[fx.Node]:
+        """The parameters of a graph whose casts cost it nothing."""
+        if training and not self.inputs.last:
+            return set()
         return set(self._parameters(_own_inputs(graph)))
 
     def _parameters(self, placeholders: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
@@ -160,6 +187,18 @@ class Reuse:
             if tuple(map(str, value.shape)) != tuple(map(str, weight.shape)):
                 return {}
         return {node: weight.position for node, weight in nodes.items()}
+
+
+def _place(source: fx.Node, parameters: Mapping[fx.Node, int]) -> Place | None:
+    if source in parameters:
+        return Place((parameters[source],))
+    if source.target is not ops.concat:
+        return None
+    parts, dim = source.args
+    positions = [parameters.get(part) for part in parts]  # type: ignore[union-attr, arg-type, call-overload]
+    if any(position is None for position in positions):
+        return None
+    return Place(tuple(positions), dim)  # type: ignore[arg-type]
 
 
 def _own_inputs(graph: fx.Graph) -> list[fx.Node]:

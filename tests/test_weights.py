@@ -19,7 +19,7 @@ from expecttest import TestCase
 from torch import nn
 
 import f8fx
-from f8fx import recording, weights
+from f8fx import recording, weight_watch, weights
 from f8fx.kernels import cast
 from f8fx.passes.reuse import CastFormat, ScaleFormat
 from tests.helpers import bf16, compiled, randn
@@ -49,6 +49,12 @@ def casts(monkeypatch):
 
     monkeypatch.setattr(cast, "quantize", quantize)
     return shapes
+
+
+def copies_of(*parameters, dim=0):
+    """Those that are kept of one parameter, or of several side by side."""
+    watches = tuple(map(weight_watch.watch_of, parameters))
+    return watches[0].copies[dim, watches]
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +185,7 @@ def test_one_copy_for_all_graphs_that_read_a_weight(casts):
     infer(b, x16())
     infer(a, x16())
     assert casts.count((48, 32)) <= 1  # AOTAutograd's look at `.data`
-    assert len(weights._WATCHES[id(first.weight)].copies.tensors) == 2  # scale and data
+    assert len(copies_of(first.weight).tensors) == 2  # scale and data
 
 
 def test_a_weight_of_two_layers_is_cast_once(casts):
@@ -271,7 +277,7 @@ def test_a_second_compile_knows_the_casts_without_tracing(monkeypatch, tmp_path)
 
 
 def test_a_graph_that_cannot_take_weights_quantizes_them_itself(monkeypatch, casts):
-    def fail(*args):
+    def fail(*args, **kwargs):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr("f8fx.weight_inputs.extended", fail)
@@ -649,7 +655,7 @@ def test_copies_keep_their_address():
     f8 = warm(model, x)
 
     def addresses():
-        copies = weights._WATCHES[id(model.first.weight)].copies
+        copies = copies_of(model.first.weight)
         return [tensor.data_ptr() for tensor in copies.tensors.values()]
 
     before = addresses()
@@ -661,13 +667,13 @@ def test_copies_keep_their_address():
 def test_a_model_takes_its_copies_along():
     model, x = Net(), x16()
     f8 = warm(model, x)
-    copies = weakref.ref(weights._WATCHES[id(model.first.weight)].copies)
+    copies = weakref.ref(copies_of(model.first.weight))
     assert "data" in vars(nn.Parameter)
     del model, f8
     torch._dynamo.reset()
     gc.collect()
     assert copies() is None
-    assert not weights._WATCHES and "data" not in vars(nn.Parameter)
+    assert not weight_watch.WATCHES and "data" not in vars(nn.Parameter)
 
 
 def test_state_dict_pickles_and_copies_know_nothing_of_it():
@@ -792,7 +798,7 @@ def test_formats_are_told_apart():
     rows = ScaleFormat(torch.float8_e4m3fn, 1, True)
     weight = nn.Parameter(randn(20, 32))
     formats = [e4m3, CastFormat(e4m3), CastFormat(e4m3, True, (16, 16)), rows, CastFormat(rows)]
-    got = weights.cached([(weight, formats)])
+    got = weights.cached([([weight], 0, formats)])
     assert [tuple(t.shape) for t in got] == [(), (20, 32), (32, 32), (20,), (20, 32)]
     assert torch.equal(got[2][:, :20].view(torch.uint8), got[1].t().contiguous().view(torch.uint8))
     assert torch.equal(got[3], cast.scale(cast.amax(weight, 1), torch.float8_e4m3fn, True))
@@ -819,17 +825,17 @@ def test_a_branch_is_not_taken_for_the_graph():
 
 def test_two_threads_watch_a_parameter_once(monkeypatch):
     """Copies made under a watch that another thread replaced would not be told of changes."""
-    lock, weight, first = weights._LOCK, nn.Parameter(randn(4, 4)), []
+    lock, weight, first = weight_watch.LOCK, nn.Parameter(randn(4, 4)), []
 
     class Late:
         def __enter__(self):
             lock.acquire()
             if not first:
                 first.append(None)
-                first.append(weights._watch(weight))
+                first.append(weight_watch.watch_of(weight))
 
         def __exit__(self, *error):
             lock.release()
 
-    monkeypatch.setattr(weights, "_LOCK", Late())
-    assert weights._watch(weight) is first[1]
+    monkeypatch.setattr(weight_watch, "LOCK", Late())
+    assert weight_watch.watch_of(weight) is first[1]

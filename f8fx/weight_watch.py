@@ -1,0 +1,163 @@
+"""Signs that a parameter has changed since its float8 copies were made (:mod:`f8fx.weights`)."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .parameter_data import Installation, version_probe, with_version_of
+from .torch_private import storage_key, version_counter
+
+
+class Watch:
+    """What is known of one parameter's changes, beyond what its tensor says itself."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        key = id(parameter)
+        self.reference = weakref.ref(parameter, lambda _: _forget(key, self_reference()))
+        self_reference = weakref.ref(self)
+        #: of it and of those that are cast with it, by the dimension along which they stand side by side; kept by the first
+        self.copies: dict[tuple[int, tuple[Watch, ...]], Any] = {}
+        #: those that keep copies in which it has a part
+        self.keepers: set[Watch] = set()
+        #: reads of ``.data``, optimizer steps, refreshes
+        self.changes = 0
+        # empty tensors that count the versions of the aliases that ``.data`` handed out, and of the tensor
+        # it was last set to
+        self.alias: Tensor | None = None
+        self.source: Tensor | None = None
+
+    def state(self, parameter: Tensor, inference: bool) -> Any:
+        """Equal at two times only if nothing is known to have changed between them; ``None``: not known.
+
+        Args:
+            inference: whether a training graph that ran is a sign of change. Not between microbatches.
+        """
+        if parameter.is_inference():
+            return None
+        return (
+            version_counter(parameter),
+            parameter.data_ptr(),
+            self.changes,
+            -1 if self.alias is None else version_counter(self.alias),
+            -1 if self.source is None else version_counter(self.source),
+            (_STEPS + _RUNS if inference else _STEPS) if parameter.requires_grad else -1,
+        )
+
+    def drop(self) -> None:
+        """Drops the copies in which it has a part."""
+        for keeper in self.keepers:
+            keeper.copies = {key: copies for key, copies in keeper.copies.items() if self not in key[1]}
+        self.keepers.clear()
+
+    def was_read(self, alias: Tensor) -> Tensor:
+        """Notes that ``.data`` was read; the alias to hand out."""
+        self.changes += 1
+        if alias.is_inference():
+            return alias
+        if self.alias is None:
+            self.alias = version_probe(alias)
+        return with_version_of(self.alias, alias)
+
+    def was_set(self, value: Tensor) -> None:
+        """Notes that ``.data`` was set to a tensor, which from then on shares the parameter's memory."""
+        self.changes += 1
+        self.source = None if value.is_inference() else version_probe(value)
+
+
+LOCK = threading.RLock()
+WATCHES: dict[int, Watch] = {}
+_STEPS = 0
+_RUNS = 0
+
+
+def training_ran() -> None:
+    """Notes that a training graph ran, after which weights are likely to change."""
+    global _RUNS
+    with LOCK:
+        _RUNS += 1
+
+
+def watch_of(parameter: Tensor) -> Watch:
+    watch = WATCHES.get(id(parameter))
+    if watch is not None and watch.reference() is parameter:
+        return watch
+    with LOCK:  # looked up again: another thread's watch must not be put out of the record while it is in use
+        watch = WATCHES.get(id(parameter))
+        if watch is None or watch.reference() is not parameter:
+            watch = WATCHES[id(parameter)] = Watch(parameter)
+            _SIGNALS.install()
+    return watch
+
+
+def _forget(key: int, watch: Watch | None) -> None:
+    """A parameter is gone, and with it its copies."""
+    with LOCK:
+        if watch is not None and WATCHES.get(key) is watch:
+            del WATCHES[key]
+            watch.drop()
+        if not WATCHES:
+            _SIGNALS.uninstall()
+
+
+class _Signals:
+    """The optimizer hook and the ``.data`` property; there while any parameter is watched."""
+
+    def __init__(self) -> None:
+        self.hook: Any = None
+        self.data: Any = None
+
+    def install(self) -> None:
+        if self.hook is None:
+            self.hook = register_optimizer_step_post_hook(_after_step)
+            self.data = Installation(_on_read, _on_set)
+
+    def uninstall(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+            self.data.remove()
+            self.hook = self.data = None
+
+
+_SIGNALS = _Signals()
+
+
+@torch.compiler.disable
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    global _STEPS
+    with LOCK:
+        _STEPS += 1
+        watches = list(WATCHES.values())
+    # by memory: a frozen copy of a model may share that of the model in training
+    watched: dict[int | None, list[Watch]] = {}
+    for watch in watches:
+        watched.setdefault(_memory(watch.reference()), []).append(watch)
+    watched.pop(None, None)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for watch in watched.get(_memory(parameter), ()):
+                watch.changes += 1
+
+
+def _memory(parameter: Tensor | None) -> int | None:
+    """Equal for parameters on one memory; ``None`` for those that have none: gone, sparse, lazy."""
+    try:
+        return None if parameter is None else storage_key(parameter)
+    except (NotImplementedError, ValueError):
+        return None
+
+
+def _on_read(parameter: Tensor, alias: Tensor) -> Tensor:
+    watch = WATCHES.get(id(parameter))
+    return alias if watch is None or watch.reference() is not parameter else watch.was_read(alias)
+
+
+def _on_set(parameter: Tensor, value: Tensor) -> None:
+    watch = WATCHES.get(id(parameter))
+    if watch is not None and watch.reference() is parameter:
+        watch.was_set(value)
