@@ -6,7 +6,7 @@ Every layer that reads an input others read too ends in a :class:`Family` or in 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,7 +117,7 @@ Ways = Callable[[Members, bool], Sequence[Sequence[Members]]]
 def families(
     choices: Sequence[Choice],
     order: dict[fx.Node, int],
-    backward: set[fx.Node] = frozenset(),  # type: ignore[assignment]
+    backward: Set[fx.Node] = frozenset(),
     ways: Ways = lambda members, trains: [[members]],
 ) -> list[Family | Apart]:
     """What becomes of all layers that read one input, of those at least that are converted.
@@ -249,7 +249,7 @@ def _distinct_weights(group: list[Convert], order: dict[fx.Node, int]) -> list[C
 
 
 def _family(
-    members: Members, gradients: Gradients, kept: Kept, order: dict[fx.Node, int], backward: set[fx.Node]
+    members: Members, gradients: Gradients, kept: Kept, order: dict[fx.Node, int], backward: Set[fx.Node]
 ) -> Family | Apart:
     roles: dict[Role, tuple[Convert, ...]] = {"output": tuple(members)}
     for role in _GRADIENTS:

@@ -8,7 +8,7 @@ read one norm (GPT-J, Falcon, Cohere), the layers are parted by the lifetimes of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import fx
@@ -38,7 +38,7 @@ _BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_st
 Members = Sequence[Convert]
 
 
-def copied_out(members: Members, backward: set[fx.Node]) -> frozenset[fx.Node]:
+def copied_out(members: Members, backward: Set[fx.Node]) -> frozenset[fx.Node]:
     """The matmuls whose slice must not be a view of the merged product.
 
     Args:
@@ -58,7 +58,7 @@ def copied_bytes(members: Members, copied: frozenset[fx.Node]) -> int:
 
 
 def partitions(
-    members: Members, backward: set[fx.Node], trains: bool, model: CostModel
+    members: Members, backward: Set[fx.Node], trains: bool, model: CostModel
 ) -> list[list[Members]]:
     """Ways to make gemms of layers that could be one, the fastest first.
 
@@ -81,7 +81,7 @@ def partitions(
     return sorted(found, key=lambda groups: _seconds(groups, backward, trains, model))
 
 
-def _seconds(groups: Sequence[Members], backward: set[fx.Node], trains: bool, model: CostModel) -> float:
+def _seconds(groups: Sequence[Members], backward: Set[fx.Node], trains: bool, model: CostModel) -> float:
     """Predicted time of the gemms, of what is copied out of them, and of adding up their input gradients."""
     total = 0.0
     for members in groups:
@@ -114,12 +114,15 @@ def _is_returned(node: fx.Node) -> bool:
     return any(reader.op == "output" for reader in read_by) or reads_by_strides(node)
 
 
-def _outlives(node: fx.Node, backward: set[fx.Node]) -> bool:
+def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
     """Whether a result of the forward is kept for the backward, which reads it, or computes anew what it reads.
 
     What is computed of a result one element at a time is computed anew (``silu(gate)``), unless something reads it
-    that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results.
+    that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. Of a checkpointed
+    region the policy says what is kept, and that is whole results of matmuls or none.
     """
+    if "recompute" in node.meta:
+        return False
     if node.target is aten.addmm.default:  # with its bias it is a new tensor
         return not readers_of_memory(node, _KEPT_WHOLE).isdisjoint(backward)
     seen, todo = {node}, [node]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx import recording
@@ -421,6 +422,17 @@ def test_a_small_result_is_copied():
     with f8fx.recording() as reports:
         compiled(net, **H100)(x)
     assert [found.layers for found in reports[0].merges if found.merged] == [("q", "k", "v")]
+
+
+def test_a_checkpointed_result_is_not_copied():
+    """Nothing of the region is kept, so nothing is kept for nothing."""
+    net, x = Rotated().to(bf16), randn(4, 64, K)
+
+    def copies(fn):
+        return graph_after(fn, x, **H100).count("= f8fx.materialize(")
+
+    assert copies(net) == 1
+    assert copies(lambda y: checkpoint(net, y, use_reentrant=False)) == 0
 
 
 def test_results_that_leave_the_graph_have_their_own_memory():
