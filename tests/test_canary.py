@@ -72,9 +72,9 @@ def test_the_kernels_of_this_machine_are_right():
     [
         ("cast", ["fused"], "definition"),
         ("transpose", ["fused"], "realized"),
-        ("transpose", ["fused", "realized"], "definition"),
+        pytest.param("transpose", ["fused", "realized"], "definition", marks=pytest.mark.long),
         ("reduction", ["fused"], "separate"),
-        ("reduction", ["fused", "separate"], "definition"),
+        pytest.param("reduction", ["fused", "separate"], "definition", marks=pytest.mark.long),
     ],
 )
 def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, checked, kind, broken, chosen):

@@ -456,13 +456,13 @@ forward:
    302.1 MB  triton_row_cast_columns_kernel
    369.2 MB  extern_kernels._scaled_mm
        tiny  triton_quantize_rowwise_reciprocal_scale
-   402.7 MB  triton_add_clone_convert_element_type_div_exp_mul_neg_slice
+   402.7 MB  triton_add_convert_element_type_div_exp_mul_neg_slice
    100.7 MB  triton_quantize
 backward:
-     0.1 MB  triton_add_amax_both_clone_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
+     0.1 MB  triton_add_amax_both_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
    402.8 MB  triton_computed_amaxes_kernel
-     0.3 MB  triton_add_amax_both_clone_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
-   671.2 MB  triton_add_clone_concat_convert_element_type_div_exp_mul_neg_quantize_both_sigmoid_slice_sub
+     0.3 MB  triton_add_amax_both_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
+   671.2 MB  triton_add_concat_convert_element_type_div_exp_mul_neg_quantize_both_sigmoid_slice_sub
    302.1 MB  extern_kernels._scaled_mm
    201.3 MB  triton_concat_quantize
    268.5 MB  extern_kernels._scaled_mm""",

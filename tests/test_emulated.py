@@ -139,7 +139,10 @@ def differing(got: Tensor, want: Tensor) -> float:
     return 1 - torch.isclose(a, b, rtol=1e-6, atol=1e-6 * largest).double().mean().item()
 
 
-@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=pytest.mark.long if name == "rowwise_with_gw_hp" else ()) for name in PRESETS],
+)
 def test_generated_code_computes_the_definitions(recipe, tmp_path):
     torch.manual_seed(0)
     cases, named = [], []

@@ -46,7 +46,10 @@ def test_the_readmes_quick_start_for_cpus_logs_what_it_says(caplog: pytest.LogCa
     ] == [line]
 
 
-@pytest.mark.parametrize("recipe", ["e4m3", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["rowwise", *(pytest.param(name, marks=pytest.mark.long) for name in ("e4m3", "rowwise_with_gw_hp"))],
+)
 def test_sqnr_against_bf16_and_torchao(recipe):
     """Above 20 dB everywhere, and at most 0.5 dB below the same model through compiled torchao."""
     torch.manual_seed(0)
@@ -76,7 +79,7 @@ def test_sqnr_against_bf16_and_torchao(recipe):
     ("recipe", "save"),
     [
         ("tensorwise", "lean"),
-        ("rowwise", "fast"),
+        pytest.param("rowwise", "fast", marks=pytest.mark.long),
         pytest.param("rowwise_with_gw_hp", "lean", marks=pytest.mark.long),
     ],
 )

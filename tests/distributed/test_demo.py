@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from f8fx.communication import predict
@@ -51,6 +52,7 @@ def test_two_ranks_train_in_both(tmp_path: Path):
         assert results[name]["gathered_bytes"] == gathered
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_demo(tmp_path: Path):
     (tmp_path / "out" / "results.json").mkdir(parents=True)  # which the first rank writes at the end
     run = demo("--steps", "1", "--out", str(tmp_path / "out"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -209,5 +210,6 @@ def test_one_rank():
     run_checks(1, [one_rank])
 
 
+@pytest.mark.long
 def test_seven_ranks():
     run_checks(7, [empty])

@@ -67,6 +67,7 @@ def written():
     return found
 
 
+@pytest.mark.long
 @on_host
 def test_interpreted():
     root = Path(__file__).parents[2]
