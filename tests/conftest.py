@@ -29,3 +29,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="takes long; --long runs it"))
     items.sort(key=lambda item: item.path.parent.name == "passes")
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """Shapes of what is cast, while a test runs."""
+    from f8fx.kernels import cast
+
+    shapes: list[tuple[int, ...]] = []
+    definition = cast.quantize
+
+    def quantize(x, *args):
+        shapes.append(tuple(x.shape))
+        return definition(x, *args)
+
+    monkeypatch.setattr(cast, "quantize", quantize)
+    return shapes

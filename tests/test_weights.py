@@ -37,20 +37,6 @@ class Net(nn.Module):
         return self.second(F.gelu(self.first(x)))
 
 
-@pytest.fixture
-def casts(monkeypatch):
-    """Shapes of what is cast, while a test runs."""
-    shapes: list[tuple[int, ...]] = []
-    definition = cast.quantize
-
-    def quantize(x, *args):
-        shapes.append(tuple(x.shape))
-        return definition(x, *args)
-
-    monkeypatch.setattr(cast, "quantize", quantize)
-    return shapes
-
-
 def copies_of(*parameters, dim=0):
     """Those that are kept of one parameter, or of several side by side."""
     watches = tuple(map(weight_watch.watch_of, parameters))

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from f8fx import recording, refresh_weights, reuse_weights, weight_watch
-from f8fx.kernels import cast
 from tests.helpers import bf16, compiled, randn
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -46,20 +45,6 @@ class LowRank(nn.Module):
 
     def forward(self, x):
         return self.block(x + self.up(self.down(x)))
-
-
-@pytest.fixture
-def casts(monkeypatch):
-    """Shapes of what is cast, while a test runs."""
-    shapes: list[tuple[int, ...]] = []
-    definition = cast.quantize
-
-    def quantize(x, *args):
-        shapes.append(tuple(x.shape))
-        return definition(x, *args)
-
-    monkeypatch.setattr(cast, "quantize", quantize)
-    return shapes
 
 
 @pytest.fixture(autouse=True)
