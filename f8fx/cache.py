@@ -160,18 +160,16 @@ def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:
         for copies in inputs.copies
         for cast in copies.casts
     ]
-    _store(_record(key, "-weights"), {"candidates": _positions(inputs), "casts": casts, "training": training})
+    _store(_record(key, "-weights"), {"casts": casts, "training": training})
 
 
 def load_weights(key: CacheKey, candidates: WeightInputs) -> tuple[WeightInputs, bool] | None:
-    """What :func:`store_weights` kept for a graph with these candidates."""
+    """What :func:`store_weights` kept for a graph with these candidates, which are part of the key."""
     if key.uuid is None:
         return None
     seen: dict[Place, list[CastFormat]] = {}
     try:
         data = json.loads(_record(key, "-weights").read_text())
-        if data["candidates"] != _positions(candidates):
-            return None
         for positions, along, dtype, dim, power_of_2, transpose, (rows, columns) in data["casts"]:
             scale = ScaleFormat(getattr(torch, dtype), dim, power_of_2)
             place = Place(tuple(positions), along)
@@ -179,7 +177,3 @@ def load_weights(key: CacheKey, candidates: WeightInputs) -> tuple[WeightInputs,
         return candidates.with_casts(seen), bool(data["training"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _positions(inputs: WeightInputs) -> list[int]:
-    return [weight.position for weight in inputs.weights]

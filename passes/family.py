@@ -117,8 +117,8 @@ Ways = Callable[[Members, bool], Sequence[Sequence[Members]]]
 def families(
     choices: Sequence[Choice],
     order: dict[fx.Node, int],
-    backward: Set[fx.Node] = frozenset(),
-    ways: Ways = lambda members, trains: [[members]],
+    backward: Set[fx.Node],
+    ways: Ways,
 ) -> list[Family | Apart]:
     """What becomes of all layers that read one input, of those at least that are converted.
 

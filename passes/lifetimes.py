@@ -121,7 +121,7 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
     that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. Of a checkpointed
     region the policy says what is kept, and that is whole results of matmuls or none.
     """
-    if "recompute" in node.meta:
+    if not backward or "recompute" in node.meta:
         return False
     if node.target is aten.addmm.default:  # with its bias it is a new tensor
         return not readers_of_memory(node, _KEPT_WHOLE).isdisjoint(backward)

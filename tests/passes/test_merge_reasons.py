@@ -507,7 +507,7 @@ def test_sums_that_are_one_tree():
     def side_by_side(members, trains):
         return [[members[:2], members[2:]], [members]]
 
-    (one,) = families(choices, order, ways=in_turns)
+    (one,) = families(choices, order, set(), in_turns)
     assert isinstance(one, Family) and len(one.layers) == 4
-    two = families(choices, order, ways=side_by_side)
+    two = families(choices, order, set(), side_by_side)
     assert [len(each.layers) for each in two if isinstance(each, Family)] == [2, 2]
