@@ -118,26 +118,27 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
     """Whether a result of the forward is kept for the backward, which reads it, or computes anew what it reads.
 
     What is computed of a result one element at a time is computed anew (``silu(gate)``), unless something reads it
-    that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. Of a checkpointed
-    region the policy says what is kept, and that is whole results of matmuls or none.
+    that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. For the same
+    reason a result with a bias added that attention reads is a tensor of its own. Of a checkpointed region the policy
+    says what is kept, and that is whole results of matmuls or none.
     """
     if not backward or "recompute" in node.meta:
         return False
-    if node.target is aten.addmm.default:  # with its bias it is a new tensor
-        return not readers_of_memory(node, _KEPT_WHOLE).isdisjoint(backward)
+    if node.target is aten.addmm.default and not _is_computed_anew(node, backward):
+        return False
     seen, todo = {node}, [node]
     while todo:
         for reader in readers_of_memory(todo.pop(), _KEPT_WHOLE):
             if reader in backward:
                 return True
-            if reader not in seen and _is_computed_anew(reader):
+            if reader not in seen and _is_fusible(reader) and _is_computed_anew(reader, backward):
                 seen.add(reader)
                 todo.append(reader)
     return False
 
 
-def _is_computed_anew(node: fx.Node) -> bool:
-    return _is_fusible(node) and all(map(_is_fusible, readers_of_memory(node, MOVEMENTS)))
+def _is_computed_anew(node: fx.Node, backward: Set[fx.Node]) -> bool:
+    return all(_is_fusible(reader) for reader in readers_of_memory(node, MOVEMENTS) if reader not in backward)
 
 
 def _is_fusible(node: fx.Node) -> bool:
