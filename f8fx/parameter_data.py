@@ -57,7 +57,7 @@ class Installation:
 
 def version_probe(tensor: Tensor) -> Tensor:
     """An empty tensor whose ``_version`` is that of ``tensor``, now and later; holds none of its memory."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode count no versions
         probe = tensor.detach()  # shares the counter
         probe.data = tensor.new_empty(0)  # keeps the counter, lets go of the memory
     return probe
@@ -65,7 +65,7 @@ def version_probe(tensor: Tensor) -> Tensor:
 
 def with_version_of(probe: Tensor, tensor: Tensor) -> Tensor:
     """An alias of ``tensor`` that counts its versions in ``probe``."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         alias = probe.detach()
         alias.data = tensor
     return alias

@@ -27,10 +27,11 @@ class Watch:
         self.keepers: set[Watch] = set()
         #: reads of ``.data``, optimizer steps, refreshes
         self.changes = 0
-        # empty tensors that count the versions of the aliases that ``.data`` handed out, and of the tensor
-        # it was last set to
+        # empty tensors that count the versions of the aliases that ``.data`` handed out, and of the tensors
+        # it was set to: the first and the last on the memory it has
         self.alias: Tensor | None = None
-        self.source: Tensor | None = None
+        self.sources: tuple[Tensor, ...] = ()
+        self.source_memory: int | None = None
 
     def state(self, parameter: Tensor, inference: bool) -> Any:
         """Equal at two times only if nothing is known to have changed between them; ``None``: not known.
@@ -45,14 +46,17 @@ class Watch:
             parameter.data_ptr(),
             self.changes,
             -1 if self.alias is None else version_counter(self.alias),
-            -1 if self.source is None else version_counter(self.source),
+            tuple(map(version_counter, self.sources)),
             (_STEPS + _RUNS if inference else _STEPS) if parameter.requires_grad else -1,
         )
 
     def drop(self) -> None:
         """Drops the copies in which it has a part."""
         for keeper in self.keepers:
+            others = {watch for key in keeper.copies if self in key[1] for watch in key[1]} - {self}
             keeper.copies = {key: copies for key, copies in keeper.copies.items() if self not in key[1]}
+            for watch in others.difference(*(key[1] for key in keeper.copies)):
+                watch.keepers.discard(keeper)
         self.keepers.clear()
 
     def was_read(self, alias: Tensor) -> Tensor:
@@ -67,7 +71,10 @@ class Watch:
     def was_set(self, value: Tensor) -> None:
         """Notes that ``.data`` was set to a tensor, which from then on shares the parameter's memory."""
         self.changes += 1
-        self.source = None if value.is_inference() else version_probe(value)
+        memory = _memory(value)
+        first = self.sources[:1] if memory is not None and memory == self.source_memory else ()
+        self.sources = first if value.is_inference() else (*first, version_probe(value))
+        self.source_memory = memory
 
 
 LOCK = threading.RLock()

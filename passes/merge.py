@@ -103,7 +103,7 @@ class Merge:
     def _families(
         self, graph: fx.Graph, choices: Sequence[Choice], order: dict[fx.Node, int]
     ) -> list[Family | Apart]:
-        backward = backward_nodes(graph)
+        backward = {node for node in backward_nodes(graph) if node.op != "output"}
 
         def ways(members: Members, trains: bool) -> Sequence[Sequence[Members]]:
             model = self.model_of(members[0].gemm.device)

@@ -514,6 +514,41 @@ def test_a_tensor_that_data_was_set_to_is_the_weight_from_then_on(sets):
     assert torch.equal(infer(f8, x), uncached(model, x))
 
 
+@pytest.mark.parametrize(
+    "again",
+    [lambda p: setattr(p, "data", p.data), lambda p: setattr(p, "data", p.data.view(-1).view_as(p))],
+    ids=["itself", "a view of itself"],
+)
+def test_setting_data_to_the_memory_it_has_forgets_no_other_tensor_on_it(again):
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    mine = torch.randn_like(model.first.weight)
+    model.first.weight.data = mine
+    again(model.first.weight)
+    infer(f8, x)
+    infer(f8, x)
+    mine.mul_(2)
+    assert torch.equal(infer(f8, x), uncached(model, x))
+
+
+@pytest.mark.parametrize("writing", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_writes_through_data_read_between_calls_under_inference_mode(writing):
+    """The first reading of ``.data`` is then Dynamo's, in that mode."""
+    model, x = Net(), x16()
+    f8 = compiled(model, weights="cached")
+
+    def called():
+        with torch.inference_mode():
+            return f8(x)
+
+    called()
+    alias = model.first.weight.data
+    called()
+    with writing():
+        alias.mul_(1.5)
+    assert torch.equal(called(), uncached(model, x))
+
+
 def test_training_and_evaluation_in_turns():
     """With an optimizer that f8fx cannot know."""
     model, x = Net(), x16()

@@ -253,3 +253,17 @@ def test_inference_inside_a_training_process_keeps_all_of_them(casts):
     casts.clear()
     f8(x)
     assert casts == [(64, K), (64, 128)]
+
+
+def test_replaced_weights_leave_nothing_behind():
+    model, x = Block().requires_grad_(False), randn(64, K, grad=False)
+    f8 = compiled(model, weights="cached", **H100)
+    alive = []
+    for _ in range(4):
+        model.k.weight = nn.Parameter(torch.randn_like(model.k.weight), requires_grad=False)
+        f8(x)
+        gc.collect()
+        alive.append(sum(type(found) is weight_watch.Watch for found in gc.get_objects()))
+    assert alive[-1] == alive[0]
+    keepers = [watch.keepers for watch in weight_watch.WATCHES.values()]
+    assert all(keeper in weight_watch.WATCHES.values() for found in keepers for keeper in found)

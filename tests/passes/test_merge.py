@@ -405,7 +405,28 @@ class Biased(BiasedFeedForward):
         super().__init__(width, bias=True)
 
 
-BLOCKS = [Attention, Normed, Rotated, without_biases, Parallel, FeedForwardFirst, BiasedFeedForward, Biased]
+class Returned(nn.Module):
+    """The backward needs nothing of the result that is scaled and returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.skip, self.up = (nn.Linear(K, 4 * K, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.skip(x) * 0.5, F.silu(self.up(x))
+
+
+BLOCKS = [
+    Returned,
+    Attention,
+    Normed,
+    Rotated,
+    without_biases,
+    Parallel,
+    FeedForwardFirst,
+    BiasedFeedForward,
+    Biased,
+]
 
 
 @pytest.mark.parametrize("model", BLOCKS)
