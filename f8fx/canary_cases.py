@@ -97,9 +97,13 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         return found[0], scales[0], found[2], found[3], scales[1], found[5]
 
     def computed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        larger = aten.where.self(aten.gt.Tensor(x, y), x, y)
-        found = ops.amax_both(larger, [aten.mul.Tensor(aten.neg.default(x), 2.0)])
-        return found[0], found[1], found[2]
+        is_larger = aten.gt.Tensor(x, y)
+        larger = aten.where.self(is_larger, x, y)
+        # whole numbers again
+        ones = prims.convert_element_type.default(is_larger, x.dtype)
+        side_by_side = ops.concat([larger, ones], 1)
+        found = ops.amax_both(side_by_side, [aten.mul.Tensor(aten.neg.default(x), 2.0)], [ones])
+        return found[0], found[1], found[2], found[3]
 
     stores = (
         Case("cast", "cast", cast, (20, 33), (520, 777)),

@@ -75,42 +75,69 @@ def _row_cast_columns(
     return results
 
 
-def amax_both(table: Lowering, x: Any, others: Sequence[Any]) -> list[Any]:
-    """Amaxes of rows and of columns, and of the columns of other tensors."""
-    launched = _computed_amaxes(table, x, others)
+def amax_both(table: Lowering, x: Any, others: Sequence[Any], summed: Sequence[Any]) -> list[Any]:
+    """Amaxes of rows and of columns, of the columns of other tensors, and sums of columns."""
+    launched = _computed_amaxes(table, x, others, summed)
     if launched is not None:
         return launched
-    return [table(ops.amax, x, 1), table(ops.amax, x, 0), *(table(ops.amax, other, 0) for other in others)]
+    amaxes = [table(ops.amax, x, 1), *(table(ops.amax, value, 0) for value in (x, *others))]
+    return [*amaxes, *(column_sums(table, value) for value in summed)]
 
 
-def _computed_amaxes(table: Lowering, x: Any, others: Sequence[Any]) -> list[Any] | None:
+def column_sums(table: Lowering, x: Any) -> Any:
+    """The sums of the columns, part by part."""
+    whole = table.parts(x)
+    if whole is None or whole.dim != 1:
+        return table(aten.sum.dim_IntList, x, [0])
+    return table.concatenation([column_sums(table, part) for part in whole.values], 0)
+
+
+def _computed_amaxes(
+    table: Lowering, x: Any, others: Sequence[Any], summed: Sequence[Any]
+) -> list[Any] | None:
     """One launch of a kernel that :mod:`kernels.computed_amaxes` writes; ``None`` where it is not for."""
     kernel = computed_amaxes
     whole = table.parts(x)
     parts = [x] if whole is None else list(whole.values)
     values = [*parts, *others]
-    shapes = {table.numbers(value.get_size()) for value in values}
+    shapes = {table.numbers(value.get_size()) for value in [*values, *summed]}
     (shape,) = shapes if len(shapes) == 1 else (None,)
     if shape is None or not _is_allowed(x) or (whole is not None and whole.dim != 1):
         return None
-    written = expressions(values)
+    written = expressions([*values, *summed])
     if written is None:
         return None
+    results, sums = written.results[: len(values)], written.results[len(values) :]
+    if not set(sums) <= set(results):
+        return None
     rows, columns = shape
-    amaxes = table.zeros((kernel.length(rows, columns, len(values)),), torch.int32, x)
-    inputs = {f"in{index}": value for index, value in enumerate(written.inputs)}
-    text = kernel.source(len(inputs), written.lines, written.results, len(parts), EXPRESSION_IMPORTS)
+    arguments: dict[str, Any] = {f"in{index}": value for index, value in enumerate(written.inputs)}
+    arguments["amaxes"] = table.zeros((kernel.length(rows, columns, len(values)),), torch.int32, x)
+    if sums:
+        arguments["sums"] = table.empty(kernel.sums_shape(rows, columns, len(sums)), torch.float32, x)
+    text = kernel.source(
+        len(written.inputs),
+        written.lines,
+        results,
+        len(parts),
+        [*map(results.index, sums)],
+        EXPRESSION_IMPORTS,
+    )
     table.launched(
         jit_function(text, kernel.NAME),
         kernel.programs(rows, columns),
         kernel.WARPS,
-        {**inputs, "amaxes": amaxes, **kernel.constants(rows, columns)},
-        ("amaxes",),
+        {**arguments, **kernel.constants(rows, columns)},
+        ("amaxes", "sums") if sums else ("amaxes",),
     )
-    found = table(aten.view.dtype, amaxes, torch.float32)
+    found = table(aten.view.dtype, arguments["amaxes"], torch.float32)
     ends = [0, rows, *(rows + count * columns for count in range(len(parts), len(values) + 1))]
-    results = [table(aten.slice, found, 0, start, end) for start, end in itertools.pairwise(ends)]
-    return [tiled(results[0]), *results[1:]]
+    amaxes = [table(aten.slice, found, 0, start, end) for start, end in itertools.pairwise(ends)]
+    totals = []
+    for index, value in enumerate(summed):
+        total = table(aten.sum.dim_IntList, table(aten.select, arguments["sums"], 0, index), [0])
+        totals.append(table.to_dtype(total, value.get_dtype()))
+    return [tiled(amaxes[0]), *amaxes[1:], *totals]
 
 
 def _is_allowed(x: Any) -> bool:

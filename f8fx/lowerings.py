@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from . import canary, ops
-from .kernel_lowerings import amax_both, is_tiled, quantize_rowwise, tiled
+from .kernel_lowerings import amax_both, column_sums, is_tiled, quantize_rowwise, tiled
 from .recipe import EPS
 from .torch_private import (
     Lowering,
@@ -58,7 +58,8 @@ def register() -> None:
     register_guarded(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
     register_guarded(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
     table.register(ops.quantize_rowwise, lambda *args, **kwargs: quantize_rowwise(table, *args, **kwargs))
-    table.register(ops.amax_both, lambda x, others: amax_both(table, x, others))
+    table.register(ops.column_sums, lambda x: column_sums(table, x))
+    table.register(ops.amax_both, lambda *tensors: amax_both(table, *tensors))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
     table.register(ops.materialize, lambda x: _materialize(table, x))
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))

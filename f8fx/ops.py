@@ -1,9 +1,10 @@
-"""The intermediate representation: eleven functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: twelve functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
-``amax_both``          those of the rows and of the columns, and those of the columns of other tensors, from one read of
-                       what they are computed from
+``amax_both``          those of the rows and of the columns, those of the columns of other tensors, and sums of columns, from
+                       one read of what they are computed from
+``column_sums``        those of a gradient, which are the gradient of a bias
 ``scale``              float32 factor that takes such an amax to the largest float8 number
 ``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
 ``quantize_both``      both copies at once, with one read of the source
@@ -13,7 +14,7 @@
 ``dequantize_both``    the same for a tensor of which float8 copies in two formats exist
 ``relayout``           bit-exact copy of a float8 tensor, transposed and padded if asked
 ``concat``             tensors side by side, as one operand of a merged gemm; never written to memory:
-                       ``amax`` and ``quantize`` of it read the parts where they lie
+                       ``amax``, ``column_sums`` and ``quantize`` of it read the parts where they lie
 ``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it
 =====================  ====================================================================
 
@@ -40,7 +41,8 @@ _LIB = torch.library.Library("f8fx", "DEF")
 
 _SCHEMAS = (
     "amax(Tensor x, int? dim=None) -> Tensor",
-    "amax_both(Tensor x, Tensor[] others) -> Tensor[]",
+    "amax_both(Tensor x, Tensor[] others, Tensor[] summed) -> Tensor[]",
+    "column_sums(Tensor x) -> Tensor",
     "scale(Tensor amax, *, ScalarType dtype, bool power_of_2=False) -> Tensor",
     "quantize(Tensor x, Tensor scale, *, ScalarType dtype, int? dim=None, bool transpose=False, "
     "int[2] align=[1, 1]) -> Tensor",
@@ -63,8 +65,13 @@ def _amax(x: Tensor, dim: int | None = None) -> Tensor:
     return cast.amax(x, dim)
 
 
-def _amax_both(x: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
-    return [cast.amax(x, 1), cast.amax(x, 0), *(cast.amax(other, 0) for other in others)]
+def _amax_both(x: Tensor, others: Sequence[Tensor], summed: Sequence[Tensor]) -> list[Tensor]:
+    amaxes = [cast.amax(x, 1), *(cast.amax(tensor, 0) for tensor in (x, *others))]
+    return [*amaxes, *(tensor.sum(0) for tensor in summed)]
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    return x.sum(0)
 
 
 def _scale(amax: Tensor, *, dtype: torch.dtype, power_of_2: bool = False) -> Tensor:
@@ -153,6 +160,7 @@ def _materialize(x: Tensor) -> Tensor:
 for _name, _implementation in (
     ("amax", _amax),
     ("amax_both", _amax_both),
+    ("column_sums", _column_sums),
     ("scale", _scale),
     ("quantize", _quantize),
     ("quantize_both", _quantize_both),
@@ -189,10 +197,17 @@ def _(x, dim=None):
 
 
 @torch.library.register_fake("f8fx::amax_both", lib=_LIB)
-def _(x, others):
-    _check_2d("amax_both", x, *others)
+def _(x, others, summed):
+    _check_2d("amax_both", x, *others, *summed)
     sizes = [*x.shape, *(other.shape[1] for other in others)]
-    return [x.new_empty((size,), dtype=torch.float32) for size in sizes]
+    amaxes = [x.new_empty((size,), dtype=torch.float32) for size in sizes]
+    return [*amaxes, *(tensor.new_empty((tensor.shape[1],)) for tensor in summed)]
+
+
+@torch.library.register_fake("f8fx::column_sums", lib=_LIB)
+def _(x):
+    _check_2d("column_sums", x)
+    return x.new_empty((x.shape[1],))
 
 
 @torch.library.register_fake("f8fx::scale", lib=_LIB)
@@ -264,6 +279,7 @@ def _(tensors, dim):
 
 amax = torch.ops.f8fx.amax.default
 amax_both = torch.ops.f8fx.amax_both.default
+column_sums = torch.ops.f8fx.column_sums.default
 scale = torch.ops.f8fx.scale.default
 quantize = torch.ops.f8fx.quantize.default
 quantize_both = torch.ops.f8fx.quantize_both.default
@@ -284,6 +300,7 @@ ALL = frozenset(
     (
         amax,
         amax_both,
+        column_sums,
         scale,
         quantize,
         quantize_both,

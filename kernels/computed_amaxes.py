@@ -1,4 +1,4 @@
-"""Amaxes of rows and of columns, from one read of what they are computed from.
+"""Amaxes of rows and of columns, and sums of columns, from one read of what they are computed from.
 
 A tensor that is computed in the kernels that cast it (the gradients of a gate, say) is not in memory, and
 :mod:`kernels.row_cast_columns` has nothing to read. Inductor takes its rows' amaxes in the kernel that casts the rows,
@@ -9,6 +9,10 @@ The arithmetic is a graph's own, so there is no kernel before there is a graph: 
 Several tensors of one shape that are computed from the same inputs are one launch. The first of them stand
 side by side, so that their rows have amaxes in common; of the others (what the activation function gave, which its
 weight's gradient needs) only the columns' amaxes are taken.
+
+The sums of a gradient's columns are the gradient of a bias. Each program adds up its own rows and writes that, in
+float32; these are few numbers, which the graph goes on to add up. So a run gives the bits of any other run, as it would not if
+programs added to one number in the order in which they come.
 """
 
 from __future__ import annotations
@@ -30,7 +34,12 @@ _ROWS, _STEP, _BLOCK = 64, 8, 256
 
 
 def source(
-    inputs: int, lines: Sequence[str], results: Sequence[str], side_by_side: int, imports: str = ""
+    inputs: int,
+    lines: Sequence[str],
+    results: Sequence[str],
+    side_by_side: int,
+    summed: Sequence[int] = (),
+    imports: str = "",
 ) -> str:
     """The text of a module with the kernel in it.
 
@@ -40,9 +49,11 @@ def source(
             numbers ``n`` (a row); they read with the mask ``inside``.
         results: the names of the tensors in them, float32, each of the tile's shape.
         side_by_side: how many of them rows go through.
+        summed: whose columns are summed, by their place among the results; if any, the kernel takes ``sums``, too.
         imports: statements that import what the lines need beside ``tl``.
     """
-    arguments = ", ".join([*(f"in{index}" for index in range(inputs)), "amaxes"])
+    written = ["amaxes", "sums"] if summed else ["amaxes"]
+    arguments = ", ".join([*(f"in{index}" for index in range(inputs)), *written])
     tensors = range(len(results))
     bits = [
         f"        bits{i} = tl.where(inside, {x}.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)"
@@ -66,6 +77,7 @@ def source(
             "    n = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]",
             "    first = (program // blocks) * ROWS",
             *(f"    columns{index} = tl.zeros([STEP, BLOCK], tl.int32)" for index in tensors),
+            *(f"    sums{index} = tl.zeros([STEP, BLOCK], tl.float32)" for index in summed),
             "    for step in range(0, ROWS, STEP):",
             "        rows = first + step + tl.arange(0, STEP)",
             "        inside = (rows < M)[:, None] & (n < N)",
@@ -73,11 +85,18 @@ def source(
             *(f"        {line}" for line in lines),
             *bits,
             *(f"        columns{index} = tl.maximum(columns{index}, bits{index})" for index in tensors),
+            # beyond the edge the arithmetic has been done, too, on zeros
+            *(f"        sums{index} += tl.where(inside, {results[index]}, 0.0)" for index in summed),
             f'        tl.atomic_max(amaxes + rows, tl.max({both}, 1), rows < M, sem="relaxed")',
             *(
                 f"    tl.atomic_max(amaxes + M + {index} * N + n, tl.max(columns{index}, 0)[None, :], n < N, "
                 'sem="relaxed")'
                 for index in tensors
+            ),
+            *(
+                f"    tl.store(sums + ({place} * ((M + ROWS - 1) // ROWS) + (program // blocks).to(tl.int64)) * N + n, "
+                f"tl.sum(sums{index}, 0)[None, :], n < N)"
+                for place, index in enumerate(summed)
             ),
             "",
         ]
@@ -97,6 +116,11 @@ def programs(rows: int, columns: int) -> int:
 def length(rows: int, columns: int, tensors: int) -> int:
     """Elements of ``amaxes``: int32, zeros before the launch, the bits of float32 after it; rows, then columns."""
     return rows + tensors * columns
+
+
+def sums_shape(rows: int, columns: int, summed: int) -> tuple[int, int, int]:
+    """The shape of ``sums``, float32: of each summed tensor what each ``_ROWS`` rows add up to."""
+    return summed, launch.ceil_div(rows, _ROWS), columns
 
 
 def reference(tensors: Sequence[Tensor], side_by_side: int) -> Tensor:

@@ -4,11 +4,12 @@ A gradient that comes out of an activation function is not in memory: each kerne
 function's inputs. With a rowwise recipe that is three kernels, the first for the rows' amaxes and the row-major copy,
 the second for the columns' amaxes, the third for the transposed copy. :mod:`kernels.computed_amaxes` takes all amaxes in
 one, and then one of Inductor's tiled kernels makes both copies: a read less. What the function gave, of which the backward
-needs a copy scaled by columns, is computed from the same inputs, and its amaxes are taken along.
+needs a copy scaled by columns, is computed from the same inputs, and its amaxes are taken along. So are the sums of a
+gradient's columns, which are the gradient of a bias. Inductor would read everything once more for them, but for
+tensors that are tall: it has a kernel for both, which takes the columns' amaxes along, and gets them.
 
-Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row), or columns in another (for
-the gradient of a bias), that is no read less, and what moves elements about on its way (RoPE) the kernel has no words
-for: these stay as they are.
+Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row) that is no read less, and
+what moves elements about on its way (RoPE) the kernel has no words for: these stay as they are.
 Tensors in memory are :mod:`passes.one_read`'s, which runs before.
 """
 
@@ -18,12 +19,13 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.torch_private import sums_both_ways
 
 from .find import backward_nodes
 from .in_memory import is_in_memory, part_in_memory
@@ -35,6 +37,7 @@ aten = torch.ops.aten
 
 #: One number, in a tensor of any size.
 _CONSTANTS = frozenset((aten.full.default, aten.scalar_tensor.default))
+_SUMS = (aten.sum.dim_IntList, ops.column_sums)
 
 
 class AmaxBoth:
@@ -74,11 +77,14 @@ class AmaxBoth:
             return None
         inputs: set[Hashable] = set()
         for part in parts:
-            own = None if is_in_memory(part) or _is_summed(part) else _inputs(part)
+            own = None if is_in_memory(part) else _inputs(part)
             if own is None:
                 return None
             inputs |= own
-        return _Match(source, shape, rows, columns, inputs)
+        sums = _sums(source, parts, min(rows, columns))
+        if sums is None or (sums and parts == [source] and sums_both_ways(*shape)):
+            return None
+        return _Match(source, shape, rows, columns, inputs, sums)
 
 
 @dataclass
@@ -89,6 +95,7 @@ class _Match:
         shape: of each of the parts that stand side by side in it.
         rows, columns: its amaxes.
         inputs: what it is computed from.
+        sums: of its parts' columns, each with the part.
         others: amaxes of the columns of other tensors of that shape that are computed from nothing else.
     """
 
@@ -97,6 +104,7 @@ class _Match:
     rows: fx.Node
     columns: fx.Node
     inputs: set[Hashable]
+    sums: dict[fx.Node, fx.Node]
     others: list[fx.Node] = field(default_factory=list)
 
 
@@ -108,10 +116,26 @@ def _amax_of(scale: fx.Node, source: fx.Node, dim: int) -> fx.Node | None:
     return None
 
 
-def _is_summed(source: fx.Node) -> bool:
-    """Whether the sums of a tensor's columns are taken: it is a gradient, and they are the bias's."""
-    sums = (user for user in readers(source, SAME_ORDER | CASTS) if user.target is aten.sum.dim_IntList)
-    return any(user.meta["val"].numel() == shape_of(source)[1] for user in sums)
+def _sums(source: fx.Node, parts: list[fx.Node], place: fx.Node) -> dict[fx.Node, fx.Node] | None:
+    """The sums of the columns of a tensor's parts, with the parts; ``None`` if one of them needs a read of its own."""
+    found = {}
+    for tensor in dict.fromkeys([*parts, source]):
+        same = readers(tensor, SAME_ORDER)
+        for user in readers(tensor, SAME_ORDER | CASTS):
+            if user.target not in _SUMS or user.meta["val"].numel() != shape_of(tensor)[1]:
+                continue
+            if tensor not in parts or user not in same or user.meta["val"].dtype != tensor.meta["val"].dtype:
+                return None  # of all parts together, or of other numbers than are cast
+            if not _is_over_rows(user) or source in _readers(user, place):
+                return None
+            found[user] = tensor
+    return found
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    """Whether a sum is over all dimensions but the last."""
+    rank = len(shape_of(cast("fx.Node", node.args[0])))
+    return {dim % rank for dim in cast("list[int]", node.args[1])} == {*range(rank - 1)}
 
 
 def _inputs(source: fx.Node) -> set[Hashable] | None:
@@ -188,20 +212,36 @@ def _others(
 
 
 def _join(graph: fx.Graph, match: _Match) -> None:
-    """Puts ``amax_both`` in the place of the amaxes."""
+    """Puts ``amax_both`` in the place of the amaxes and the sums."""
     place = min(match.rows, match.columns)
-    olds = [match.rows, match.columns, *match.others]
+    amaxes = [match.rows, match.columns, *match.others]
+    summed = list(dict.fromkeys(match.sums.values()))
+    values = [*(amax.meta["val"] for amax in amaxes), *(part.meta["val"][0] for part in summed)]
+    provenance = match.rows.meta["f8fx"]
+
+    def add(target: Callable[..., Any], args: tuple[Any, ...], value: Any, like: fx.Node) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta.update({**like.meta, "val": value, "f8fx": provenance})
+        return node
+
     with graph.inserting_before(place):
-        both = graph.call_function(ops.amax_both, (match.source, [other.args[0] for other in match.others]))
-        both.meta.update({**match.rows.meta, "val": [old.meta["val"] for old in olds]})
-        news = []
-        for index, old in enumerate(olds):
-            news.append(graph.call_function(operator.getitem, (both, index)))
-            news[-1].meta.update({**old.meta, "f8fx": match.rows.meta["f8fx"]})
-    early = {node for old in match.others for node in _readers(old, both)}
+        others = [other.args[0] for other in match.others]
+        both = add(ops.amax_both, (match.source, others, summed), values, match.rows)
+        items = [
+            add(operator.getitem, (both, index), value, like)
+            for index, (value, like) in enumerate(zip(values, [*amaxes, *summed], strict=True))
+        ]
+        news = dict(zip(amaxes, items, strict=False))
+        of_parts = dict(zip(summed, items[len(amaxes) :], strict=True))
+        for old, part in match.sums.items():
+            total, value = of_parts[part], old.meta["val"]
+            if total.meta["val"].shape != value.shape:
+                total = add(aten.view.default, (total, [*value.shape]), value, old)
+            news[old] = total
+    early = {node for old in [*match.others, *match.sums] for node in _readers(old, both)}
     for node in sorted(early, reverse=True):
-        news[-1].append(node)
-    for old, new in zip(olds, news, strict=True):
+        max(news.values()).append(node)
+    for old, new in news.items():
         old.replace_all_uses_with(new)
         graph.erase_node(old)
 

@@ -6,9 +6,11 @@ the matmuls read ``f8fx.concat`` of the parts instead, as those that `merge` has
 the parts write into one buffer, and the amax rides where each part is made. The same holds for a layer that reads
 ``cat([a, b], -1)``, or whose weight is ``cat([w_1, w_2])``. Elements, and so bits, are those there were.
 
-It stays as it is where anything but a converted matmul reads the tensor, which is in memory then anyway (the
-gradient of a bias is such a reader), where parts are not of a size that casts can write side by side, where there
-are many (each is a kernel), and where the columns of all parts are in memory themselves: there it moves no fewer bytes.
+Where there is a bias, its gradient reads the tensor too: the sums of the columns, which are taken part by part.
+
+It stays as it is where anything else reads the tensor, which is in memory then anyway, where parts are not of a size
+that casts can write side by side, where there are many (each is a kernel), and where the columns of all parts are in
+memory themselves and nothing is summed: there it moves no fewer bytes.
 Parts that were gathered are left to `collectives`: gathers in float8 save more.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -64,8 +66,13 @@ class Concatenations:
         whole: dict[fx.Node, fx.Node] = {}
         for (cat, side), matmuls in reading.items():
             nodes = {conversion.gemm.node for conversion in matmuls}
-            if cat not in others and readers(cat, SAME_ORDER | PERMUTES) <= nodes:
-                whole[cat] = _concat(graph, cat, matmuls[0], side)
+            rest = readers(cat, SAME_ORDER | PERMUTES) - nodes
+            sums = {node for node in rest if side == 1 and _is_column_sums(node, cat)}
+            if cat in others or rest - sums or (not sums and _columns_in_memory(cat, side)):
+                continue
+            whole[cat] = _concat(graph, cat, matmuls[0], side)
+            for node in sums:
+                _sum(graph, node, whole[cat])
         return [_reading(conversion, whole) for conversion in conversions] if whole else list(conversions)
 
 
@@ -81,8 +88,6 @@ def _side(cat: fx.Node, operand: Operand, overwritten: Collection[fx.Node]) -> i
     side = 1 if dim % rank == rank - 1 else 0
     if side == 0 and (rank > 2 or dim % rank):
         return None
-    if side == 1 and all(is_in_memory(part) or part_in_memory(base_of(part)) is not None for part in tensors):
-        return None
     fits = all(
         len(shape_of(part)) == rank
         and part.meta["val"].dtype == cat.meta["val"].dtype
@@ -93,6 +98,35 @@ def _side(cat: fx.Node, operand: Operand, overwritten: Collection[fx.Node]) -> i
         for part in tensors
     )
     return side if fits else None
+
+
+def _columns_in_memory(cat: fx.Node, side: int) -> bool:
+    """Whether parts that stand side by side all are in memory."""
+    tensors: Any = cat.args[0]
+    return side == 1 and all(
+        is_in_memory(part) or part_in_memory(base_of(part)) is not None for part in tensors
+    )
+
+
+def _is_column_sums(node: fx.Node, cat: fx.Node) -> bool:
+    """Whether a reader sums a tensor over all dimensions but the last."""
+    if node.target is not aten.sum.dim_IntList or node.kwargs:
+        return False
+    source, dims = cast("tuple[fx.Node, list[int]]", node.args[:2])
+    shape, columns = shape_of(source), shape_of(cat)[-1]
+    return is_same(shape[-1], columns) and {dim % len(shape) for dim in dims} == {*range(len(shape) - 1)}
+
+
+def _sum(graph: fx.Graph, node: fx.Node, whole: fx.Node) -> None:
+    """Puts the sums of the columns of the parts in the place of those of the tensor."""
+    value = node.meta["val"]
+    with graph.inserting_before(node):
+        sums = graph.call_function(ops.column_sums, (whole,))
+        sums.meta.update({**node.meta, "val": value.new_empty(value.shape[-1:]), "f8fx": whole.meta["f8fx"]})
+        shaped = graph.call_function(aten.view.default, (sums, list(value.shape)))
+        shaped.meta.update(node.meta)
+    node.replace_all_uses_with(shaped)
+    graph.erase_node(node)
 
 
 def _concat(graph: fx.Graph, cat: fx.Node, conversion: Convert, side: int) -> fx.Node:

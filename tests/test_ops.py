@@ -22,7 +22,7 @@ def samples():
         (ops.amax, (x, None), {}),
         (ops.amax, (x, 0), {}),
         (ops.amax, (x.t(), 1), {}),
-        (ops.amax_both, (x, [x * 2, x.clone()]), {}),
+        (ops.amax_both, (x, [x * 2, x.clone()], [x]), {}),
         (ops.scale, (row,), {"dtype": fp8, "power_of_2": True}),
         (ops.quantize, (x, one), {"dtype": fp8}),
         (ops.quantize, (x, row), {"dtype": fp8, "dim": 1, "align": [16, 16]}),

@@ -50,6 +50,14 @@ class Gated(Activated):
         return self.down(self.function(self.gate(x)) * self.up(x))
 
 
+class Biased(Activated):
+    """The gradient of the bias is the sum of the columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, COLUMNS)
+
+
 class Masked(Activated):
     """What a mask, of truth values in memory, leaves."""
 
@@ -168,13 +176,20 @@ def test_activation_functions(name, module):
     assert orders and min(errors) < 1e-5, errors
 
 
+@pytest.mark.parametrize("module", [Gated, Biased])
 @pytest.mark.parametrize("warps", computed_amaxes.WARPS)
 @pytest.mark.parametrize("capability", TARGETS)
-def test_the_kernel_of_a_gate_has_no_spills(capability, warps, gate_code, tmp_path):
-    """As it is generated, with libdevice's functions in it."""
-    (body,) = re.findall(r"@triton\.jit\ndef computed_amaxes_kernel\(.*?(?=^'{3})", gate_code, re.S | re.M)
-    text = computed_amaxes.source(0, [], ["x"], 1, EXPRESSION_IMPORTS).partition("@triton.jit")[0] + body
-    pointers = {"in0": "bf16", "in1": "bf16", "amaxes": "i32"}
+def test_the_generated_kernel_has_no_spills(capability, warps, module, codes, tmp_path):
+    """With libdevice's functions in it."""
+    pattern = r"@triton\.jit\ndef computed_amaxes_kernel\((.*?), M: tl.*?(?=^'{3})"
+    (body,) = re.finditer(pattern, codes[module], re.S | re.M)
+    text = (
+        computed_amaxes.source(0, [], ["x"], 1, (), EXPRESSION_IMPORTS).partition("@triton.jit")[0] + body[0]
+    )
+    pointers = dict.fromkeys(body[1].split(", "), "bf16") | {"amaxes": "i32"}
+    assert ("sums" in pointers) == (module is Biased)
+    if module is Biased:
+        pointers["sums"] = "fp32"
     constants = computed_amaxes.constants(ROWS, COLUMNS)
     compiled = Case(text, computed_amaxes.NAME, pointers, constants, warps).compile(capability)
     assert check_occupancy(compiled, tmp_path)["REG"] <= 168
@@ -182,8 +197,14 @@ def test_the_kernel_of_a_gate_has_no_spills(capability, warps, gate_code, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def gate_code() -> str:
-    return written_for(Gated, F.silu)[1]
+def codes() -> dict[type[Activated], str]:
+    return {Gated: written_for(Gated, F.silu)[1], Biased: written_for(Biased, F.gelu)[1]}
+
+
+def test_what_is_summed_is_computed_once():
+    ((written, _),), _ = written_for(Biased, F.gelu)
+    gradient, _, summed = written.results
+    assert gradient == summed
 
 
 def test_there_are_no_words_for_everything():

@@ -93,6 +93,7 @@ from .lowering import (
 )
 from .patch import patched_attribute
 from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function
+from .scheduling import sums_both_ways
 from .tensors import (
     detect_fake_mode,
     disabled_torch_function,
@@ -202,6 +203,7 @@ __all__ = [
     "size_hint",
     "statically_true",
     "storage_key",
+    "sums_both_ways",
     "supports_rowwise_scaled_mm",
     "tree_leaves",
     "tree_map",

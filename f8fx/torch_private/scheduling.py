@@ -53,6 +53,17 @@ def _keep_labels_apart() -> None:
     setattr(InductorChoices, "can_fuse", staticmethod(can_fuse))  # noqa: B010
 
 
+def sums_both_ways(rows: int, columns: int) -> bool:
+    """Whether a kernel that reduces a tensor's rows takes the sums of its columns along.
+
+    ``MixOrderReduction.can_fuse``, whose conditions on sizes are repeated here.
+    """
+    from torch._inductor import config
+
+    tall = rows >= max(2 * columns, 4096) and rows * columns >= 5 << 20 and columns <= 1 << 14
+    return tall and config.triton.mix_order_reduction
+
+
 def combine_by_kind(own_blocks: bool) -> None:
     """Decides which kernels of the graph being compiled share a launch, where Inductor combines them.
 

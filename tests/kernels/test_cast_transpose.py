@@ -238,8 +238,9 @@ def test_row_cast_columns(shape, high, seed, special, layout, fp8, power_of_2, s
     seed=st.integers(0, 1000),
     special=st.booleans(),
     tile=st.sampled_from([(64, 8, 256), (16, 16, 32), (8, 1, 16)]),
+    summed=st.sampled_from([(), (0, 1), (2,)]),
 )
-def test_computed_amaxes(shape, high, seed, special, tile):
+def test_computed_amaxes(shape, high, seed, special, tile, summed):
     (rows, columns), tiles = shape, dict(zip(("ROWS", "STEP", "BLOCK"), tile, strict=True))
     grad, both = (source((rows, columns * times), high, seed + times, special) for times in (1, 2))
     left, right, product = (
@@ -247,10 +248,18 @@ def test_computed_amaxes(shape, high, seed, special, tile):
         for x, y in itertools.combinations((grad, both[:, columns:], both[:, :columns]), 2)
     )
     amaxes = torch.zeros(computed_amaxes.length(rows, columns, 3), dtype=torch.int32)
+    sums = torch.full((len(summed), launch.ceil_div(rows, tile[0]), columns), torch.nan)
     grid = (launch.ceil_div(rows, tile[0]) * launch.ceil_div(columns, tile[2]),)
-    kernel = jit_function(texts.gate(columns), computed_amaxes.NAME)
-    kernel[grid](grad, both, amaxes, **{**computed_amaxes.constants(rows, columns), **tiles})
+    kernel = jit_function(texts.gate(columns, summed), computed_amaxes.NAME)
+    written = (amaxes, sums) if summed else (amaxes,)
+    kernel[grid](grad, both, *written, **{**computed_amaxes.constants(rows, columns), **tiles})
     same_scales(amaxes.view(torch.float32), computed_amaxes.reference((left, right, product), 2))
+    for own, index in zip(sums, summed, strict=True):
+        for found, part in zip(own, (left, right, product)[index].double().split(tile[0]), strict=True):
+            bound = part.abs().sum(0)
+            finite = bound < 1e38
+            assert ((found.double() - part.sum(0)).abs() <= 1e-5 * bound)[finite].all()
+            assert found.isnan()[part.isnan().any(0)].all()
 
 
 @in_interpreter

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import re
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -160,6 +160,11 @@ COMPUTED_AMAXES = Case(
     computed_amaxes.constants(8192, 14336),
     computed_amaxes.WARPS[0],
 )
+COMPUTED_SUMS = replace(
+    COMPUTED_AMAXES,
+    module=written.gate(14336, (0, 1)),
+    pointers={"in0": "bf16", "in1": "bf16", "amaxes": "i32", "sums": "fp32"},
+)
 #: What every target must take without spills.
 CASES = {
     "both, tensorwise": cast_transpose_case(STARTING),
@@ -169,6 +174,7 @@ CASES = {
     "rows, columns": row_cast_columns_case(4096),
     "long rows, columns": row_cast_columns_case(14336),
     "computed amaxes": COMPUTED_AMAXES,
+    "computed amaxes and sums": COMPUTED_SUMS,
     "column amax": COLUMN_AMAX,
     "scales": SCALES,
 }
@@ -199,8 +205,12 @@ def check_conversions(compiled, capability, fp8="e4m3x2"):
 def test_no_spills(name, capability, tmp_path):
     compiled = CASES[name].compile(capability)
     usage = check_occupancy(compiled, tmp_path)
-    assert usage["REG"] <= {"long rows, columns": 128, "computed amaxes": 168}.get(name, 80)
-    if name not in ("column amax", "scales", "computed amaxes"):
+    assert usage["REG"] <= {
+        "long rows, columns": 128,
+        "computed amaxes": 168,
+        "computed amaxes and sums": 168,
+    }.get(name, 80)
+    if name not in ("column amax", "scales", "computed amaxes", "computed amaxes and sums"):
         check_conversions(compiled, capability)
     if "both" in name:
         # 8 + 8 accesses of 16 bytes for 64 elements a thread, and none narrower; scales are loaded besides

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from f8fx.kernels import computed_amaxes
 
 
-def gate(columns: int) -> str:
+def gate(columns: int, summed: Sequence[int] = ()) -> str:
     """Text for a gate's gradients: of ``in0`` [M, N], ``in1`` [M, 2 N], with the product of the halves besides."""
     load = "tl.load(tl.broadcast_to({}, [STEP, BLOCK]), inside, 0.0).to(tl.float32)"
     lines = (
@@ -16,4 +18,4 @@ def gate(columns: int) -> str:
         "right = grad * gate",
         "product = gate * up",
     )
-    return computed_amaxes.source(2, lines, ("left", "right", "product"), 2)
+    return computed_amaxes.source(2, lines, ("left", "right", "product"), 2, summed)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx import ops
+from f8fx.passes.amax_both import AmaxBoth
+from f8fx.passes.rewrite import Provenance
 from tests.helpers import randn
 from tests.passes.test_one_read import graph_with, run_with
 
@@ -48,7 +53,7 @@ class TestGraph(TestCase):
             "\n".join(lines(activated, *args())),
             """\
 amax: f32[32] = f8fx.amax(convert_element_type_1, 1)
-amax_both: (f32[32], f32[48], f32[48]) = f8fx.amax_both(convert_element_type_6, [convert_element_type_1])""",
+amax_both: (f32[32], f32[48], f32[48]) = f8fx.amax_both(convert_element_type_6, [convert_element_type_1], [])""",
         )
 
     def test_a_gate(self):
@@ -57,7 +62,7 @@ amax_both: (f32[32], f32[48], f32[48]) = f8fx.amax_both(convert_element_type_6, 
             "\n".join(lines(gated, *args(64, 128, 256), target="h100")),
             """\
 amax: f32[64] = f8fx.amax(mul, 1)
-amax_both: (f32[64], f32[512], f32[256]) = f8fx.amax_both(concat_1, [mul])""",
+amax_both: (f32[64], f32[512], f32[256]) = f8fx.amax_both(concat_1, [mul], [])""",
         )
 
 
@@ -126,14 +131,72 @@ def test_a_norm_needs_whole_rows_anyway():
     assert taken(f, x, randn(48, 48, seed=1)[:, :32].detach(), second) == 0
 
 
-def test_a_bias_needs_the_sums_of_columns_anyway():
+def biased(x, first, bias, second, function=F.silu):
+    return F.linear(function(F.linear(x, first, bias)), second)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (2, 16, 32), (2, 2, 8, 32)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_gradient_of_a_bias_is_summed_in_the_same_read(shape, trained):
+    x, first, _, second = args()
+    inputs = x.detach().view(shape).requires_grad_(), first, randn(48, seed=5, grad=trained), second
+    (_, found) = lines(biased, *inputs)
+    assert found.endswith("])") and found.endswith(", [])") != trained
+    same_with_and_without(biased, *inputs)
+
+
+def test_sums_of_a_tall_tensor_are_taken_where_its_rows_are_reduced():
+    """In one kernel of Inductor's, which takes the columns' amaxes along."""
+    x, first, bias, second = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for shape in ((8192, 32), (1024, 32), (1024,), (32, 1024))
+    )
+    assert taken(biased, x, first, bias, second) == 0
+    assert taken(biased, x, first, bias.detach(), second) == 1
+    assert taken(biased, x[:1024].detach().requires_grad_(), first, bias, second) == 1
+    with torch._inductor.config.patch({"triton.mix_order_reduction": False}):
+        assert taken(biased, x, first, bias, second) == 1
+
+
+def gates(x, gate, up, down, *biases):
+    """Two layers, each with its bias."""
+    return F.linear(F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1]), down)
+
+
+def test_the_sums_of_what_stands_side_by_side():
+    inputs = *args(64, 128, 256), randn(256, seed=5), randn(256, seed=6)
+    (found,) = [line for line in lines(gates, *inputs, target="h100") if "amax_both" in line]
+    assert re.search(r"amax_both\(concat\w*, \[\w+\], \[\w+, \w+\]\)$", found), found
+    same_with_and_without(gates, *inputs, target="h100")
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_sum_of_all_columns_needs_a_read_of_its_own(summed):
+    def f(x, y):
+        whole = ops.concat([x.exp(), y.exp()], 1)
+        scales = [ops.scale(ops.amax(whole, dim), dtype=torch.float8_e4m3fn) for dim in (1, 0)]
+        both = ops.quantize_both(whole, *scales, dtype=torch.float8_e4m3fn, dim=1, dim_t=0)
+        return *both, ops.column_sums(whole) if summed else None
+
+    graph = make_fx(f, tracing_mode="fake")(*(randn(32, 48, grad=False) for _ in "xy")).graph
+    for node in graph.nodes:
+        if node.target in ops.ALL:
+            node.meta["f8fx"] = Provenance("mm", "", "grad_input", "quantize")
+    AmaxBoth(lambda device: True)(graph)
+    assert bool(graph.find_nodes(op="call_function", target=ops.amax_both)) != summed
+
+
+def test_sums_of_other_numbers_need_a_read_of_their_own():
+    """Of the gradient in float32, which the bias is in."""
+
     def f(x, first, bias, second):
-        return F.linear(F.silu(F.linear(x, first, bias)), second)
+        return F.linear(F.silu(F.linear(x, first) + bias), second)
 
     x, first, _, second = args()
-    assert taken(f, x, first, randn(48, seed=5), second) == 0
-    # but for one that is not trained
-    assert taken(f, x, first, randn(48, seed=5, grad=False), second) == 1
+    assert taken(f, x, first, randn(48, seed=5), second) == 1
+    # the gradient is cast before it is summed
+    single = randn(48, seed=5).detach().float().requires_grad_()
+    assert taken(lambda x, a, b, c: f(x, a, b.expand(32, 48).bfloat16(), c), x, first, single, second) == 0
 
 
 def test_a_norm_of_a_square_tensor():
@@ -190,7 +253,7 @@ def test_column_amaxes_that_the_forward_needs_stay_there():
     x, first, _, second = args()
     third = randn(32, 64, seed=4)
     found = [line for line in lines(f, x, first, second, third, scales="in_gemm") if "amax_both" in line]
-    assert found and all("[]" in line for line in found)
+    assert found and all(line.endswith(", [], [])") for line in found)
     same_with_and_without(f, x, first, second, third)
 
 
@@ -203,7 +266,7 @@ def test_what_the_gradient_depends_on_is_not_taken_along():
 
     x, first, _, _ = args()
     (found,) = [line for line in lines(f, x, first, scales="in_gemm") if "amax_both" in line]
-    assert found.endswith(", [])")
+    assert found.endswith(", [], [])")
     same_with_and_without(f, x, first)
 
 
@@ -231,11 +294,11 @@ def test_a_gate_has_the_same_bits():
     same_with_and_without(gated, *args(64, 128, 256), target="h100")
 
 
-def test_the_operator_gives_the_amaxes():
+def test_the_operator_gives_the_amaxes_and_the_sums():
     x, y = randn(33, 17, grad=False), randn(33, 17, grad=False, seed=1)
     y[3, 4] = torch.nan
-    found = ops.amax_both(x, [y])
-    want = [ops.amax(x, 1), ops.amax(x, 0), ops.amax(y, 0)]
+    found = ops.amax_both(x, [y], [y, x])
+    want = [ops.amax(x, 1), ops.amax(x, 0), ops.amax(y, 0), y.sum(0), x.sum(0)]
     for own, other in zip(found, want, strict=True):
         assert torch.equal(own.nan_to_num(-1), other.nan_to_num(-1))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,14 +144,55 @@ def stays(fn, *inputs, **options):
     return len(found) == 1 and " cat(" in found[0]
 
 
-def test_a_bias_reads_its_gradient():
-    def f(x, w, b):
-        gate, up = F.linear(x, w, b).chunk(2, -1)
-        return F.silu(gate) * up
+def biased(x, w, b):
+    gate, up = F.linear(x, w, b).chunk(2, -1)
+    return F.silu(gate) * up
 
-    assert stays(f, randn(2, 16, 32), randn(96, 32), randn(96))
-    frozen = randn(96, grad=False)
-    assert not stays(f, randn(2, 16, 32), randn(96, 32), frozen)
+
+def attention(x, w, b):
+    """The gradients that are put together are in memory, as attention wrote them."""
+    q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in F.linear(x, w, b).split(32, -1))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("fn", [biased, attention])
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_gradient_of_a_bias_is_summed_part_by_part(fn, trained, recipe, monkeypatch):
+    inputs = randn(2, 16, 32), randn(96, 32, seed=1), randn(96, seed=2, grad=trained)
+    text = graph_after(fn, *inputs, recipe=recipe)
+    assert len(re.findall(r"column_sums\(concat\w*\)", text)) == trained
+    assert len(re.findall(r"concat\(", text)) == (trained or fn is biased)
+    grads = []
+    for call in (f8fx.passes.Concatenations.__call__, lambda self, graph, conversions: list(conversions)):
+        monkeypatch.setattr(f8fx.passes.Concatenations, "__call__", call)
+        tensors = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        result = compiled(fn, recipe=recipe)(*tensors)
+        result.sin().sum().backward()
+        grads.append([result, *(x.grad for x in tensors if x.requires_grad)])
+    assert all(map(torch.equal, *grads))
+
+
+def test_other_sums_read_the_whole():
+    """Over the rows, over everything, in another dtype, and of a tensor whose parts stand one below the other."""
+    for total in (
+        lambda x: x.sum(-1),
+        lambda x: x.sum(),
+        lambda x: x.sum((0, 1), dtype=torch.float32),
+        lambda x: x.view(-1, 16).sum(0),
+    ):
+
+        def f(a, b, w, total=total):
+            x = torch.cat([a.sin(), b.cos()], -1)
+            return F.linear(x, w), total(x)
+
+        assert stays(f, *(randn(2, 16, 32, grad=False) for _ in "ab"), randn(32, 64, grad=False))
+
+    def below(a, b, w):
+        x = torch.cat([a.sin(), b.cos()], 0)
+        return F.linear(x, w), x.sum(0)
+
+    assert stays(below, *(randn(16, 32, grad=False) for _ in "ab"), randn(32, 32, grad=False))
 
 
 def test_another_reader():
