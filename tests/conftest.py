@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -23,12 +24,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files of quick tests last, so that all workers end at about the same time."""
+    """Files of quick tests last, so that all workers end at about the same time.
+
+    First one in which a single process finds out what all others then read from disk: which instructions the CPU has,
+    whether generated code is right.
+    """
     if not config.getoption("--long"):
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="takes long; --long runs it"))
-    items.sort(key=lambda item: item.path.parent.name == "passes")
+    first = Path(__file__).with_name("test_inductor.py")
+    items.sort(key=lambda item: (item.path.parent.name == "passes", item.path != first))
 
 
 @pytest.fixture

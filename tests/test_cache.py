@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ import f8fx.hardware
 from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline
 from tests.helpers import bf16, randn
+from tests.processes import printed_by
 
 pytestmark = pytest.mark.slow
 
@@ -68,11 +66,8 @@ print(json.dumps({
 
 
 def child(directory, name="layer", *args, **options):
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-    command = [sys.executable, "-c", CHILD, json.dumps([name, options]), *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = printed_by(CHILD, json.dumps([name, options]), *args, caches=directory)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_the_kernels_of_this_machine_are_right():
 @pytest.mark.parametrize(
     ("kind", "broken", "chosen"),
     [
-        ("cast", ["fused"], "definition"),
+        pytest.param("cast", ["fused"], "definition", marks=pytest.mark.long),
         ("transpose", ["fused"], "realized"),
         pytest.param("transpose", ["fused", "realized"], "definition", marks=pytest.mark.long),
         ("reduction", ["fused"], "separate"),

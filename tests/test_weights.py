@@ -6,9 +6,6 @@ import copy
 import gc
 import json
 import logging
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 
@@ -23,6 +20,7 @@ from f8fx import recording, weight_watch, weights
 from f8fx.kernels import cast
 from f8fx.passes.reuse import CastFormat, ScaleFormat
 from tests.helpers import bf16, compiled, randn
+from tests.processes import printed_by
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -362,15 +360,7 @@ print(json.dumps({"passes": len(ran), "hits": aot["autograd_cache_hit"], "sums":
 
 @pytest.mark.slow
 def test_a_second_process_runs_no_pass(tmp_path):
-    def child():
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    cold, warm_start = child(), child()
+    cold, warm_start = (json.loads(printed_by(CHILD, caches=tmp_path).splitlines()[-1]) for _ in range(2))
     # once to learn the casts, once in the graph that takes them
     assert (cold["passes"], cold["hits"]) == (2, 0)
     assert (warm_start["passes"], warm_start["hits"]) == (0, 1)

@@ -5,7 +5,7 @@ A *check* is a function without arguments that asserts. Every rank runs all of t
 test of its own.
 
 Importing torch, Dynamo and Inductor takes a process more time than most checks do. So ranks are forked from a
-server that has imported them and done nothing else.
+server that has imported them (:mod:`tests.processes`).
 
 Many processes on few cores may also fail for reasons of the machine's. Ranks of which one was ended by a signal,
 or that stand still, are started once more, and a warning tells with what stacks they ended; what a check
@@ -15,7 +15,6 @@ has found on any rank is never tried again.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import time
 import traceback
 import warnings
@@ -32,33 +31,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import start
+
 #: A function at the top level of a module, or a ``partial`` of one.
 Check = Callable[[], None]
 
 #: Of collectives between ranks, for all checks of a set together, and for what is left to do when a rank has died.
 TIMEOUT, LIMIT, GRACE = timedelta(seconds=60), timedelta(seconds=300), timedelta(seconds=20)
-
-_PRELOADED = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "f8fx.backend",
-    "f8fx.fsdp",
-)
-
-
-def start(world_size: int, work: Callable[..., None], *args: Any) -> list[BaseProcess]:
-    """One process for each rank, which calls ``work(rank, *args)``."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED])
-    processes: list[BaseProcess] = [
-        context.Process(target=work, args=(rank, *args), daemon=True) for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    return processes
 
 
 def join_group(rank: int, world_size: int, folder: str | Path, timeout: timedelta = TIMEOUT) -> None:

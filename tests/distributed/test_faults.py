@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.harness import join_group, run_checks, start
+from tests.distributed.harness import join_group, run_checks
 from tests.distributed.models import Net, Setup, assert_same, batch, loss_of, whole, world_mesh
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled
+from tests.processes import start
 
 WORLD, VICTIM = 3, 1
 STEPS, SAVED = 4, 2

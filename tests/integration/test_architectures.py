@@ -150,7 +150,14 @@ def test_no_type_of_f8fx_is_in_the_model(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [*((name, "tensorwise") for name in CASES), ("llama", "rowwise")]
+    ("name", "recipe"),
+    [
+        *(
+            pytest.param(name, "tensorwise", marks=pytest.mark.long if name == "sam" else ())
+            for name in CASES
+        ),
+        ("llama", "rowwise"),
+    ],
 )
 def test_merged_gemms_beside_bf16(name: str, recipe: str, monkeypatch):
     """q, k and v as one gemm, and gate and up, trains as well, and every matmul is still accounted for."""
