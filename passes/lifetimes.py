@@ -18,6 +18,7 @@ from f8fx.torch_private import size_hint
 
 from .choice import Convert
 from .operand import CASTS, MOVEMENTS, readers_of_memory
+from .residual import is_sum_of_results
 from .strides import takes_any_strides
 
 aten = torch.ops.aten
@@ -119,8 +120,9 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
 
     What is computed of a result one element at a time is computed anew (``silu(gate)``), unless something reads it
     that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. For the same
-    reason a result with a bias added that attention reads is a tensor of its own. Of a checkpointed region the policy
-    says what is kept, and that is whole results of matmuls or none.
+    reason a result with a bias added that attention reads is a tensor of its own, and so is the sum of two results: it is
+    kept instead of both. Of a checkpointed region the policy says what is kept, and that is whole results of matmuls
+    or none.
     """
     if not backward or "recompute" in node.meta:
         return False
@@ -131,7 +133,9 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
         for reader in readers_of_memory(todo.pop(), _KEPT_WHOLE):
             if reader in backward:
                 return True
-            if reader not in seen and _is_fusible(reader) and _is_computed_anew(reader, backward):
+            if reader in seen or is_sum_of_results(reader):
+                continue
+            if _is_fusible(reader) and _is_computed_anew(reader, backward):
                 seen.add(reader)
                 todo.append(reader)
     return False

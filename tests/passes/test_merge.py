@@ -416,8 +416,21 @@ class Returned(nn.Module):
         return self.skip(x) * 0.5, F.silu(self.up(x))
 
 
+class Skipped(nn.Module):
+    """As TimesFM's: of the layer that is skipped to and the last one the backward needs but the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.skip, self.down = nn.Linear(K, 4 * K), nn.Linear(K, 2 * K), nn.Linear(4 * K, 2 * K)
+        self.norm = nn.RMSNorm(2 * K)
+
+    def forward(self, x):
+        return self.norm(self.down(F.silu(self.up(x))) + self.skip(x))
+
+
 BLOCKS = [
     Returned,
+    Skipped,
     Attention,
     Normed,
     Rotated,
