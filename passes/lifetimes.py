@@ -120,9 +120,9 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
 
     What is computed of a result one element at a time is computed anew (``silu(gate)``), unless something reads it
     that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. For the same
-    reason a result with a bias added that attention reads is a tensor of its own, and so is the sum of two results: it is
-    kept instead of both. Of a checkpointed region the policy says what is kept, and that is whole results of matmuls
-    or none.
+    reason a result with a bias added that attention reads is a tensor of its own. The sum of two results is kept instead
+    of both, and what is smaller than a result (the mask of a ``where``) instead of it. Of a checkpointed region the
+    policy says what is kept, and that is whole results of matmuls or none.
     """
     if not backward or "recompute" in node.meta:
         return False
@@ -133,12 +133,19 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
         for reader in readers_of_memory(todo.pop(), _KEPT_WHOLE):
             if reader in backward:
                 return True
-            if reader in seen or is_sum_of_results(reader):
+            if reader in seen or is_sum_of_results(reader) or _bytes(reader) < _bytes(node):
                 continue
             if _is_fusible(reader) and _is_computed_anew(reader, backward):
                 seen.add(reader)
                 todo.append(reader)
     return False
+
+
+def _bytes(node: fx.Node) -> int:
+    """The size of a tensor, by the hints of sizes that are not known; of anything else a large one."""
+    value = node.meta.get("val")
+    numbers = size_hint(value.numel()) if isinstance(value, torch.Tensor) else None
+    return 1 << 62 if numbers is None else int(numbers) * value.dtype.itemsize
 
 
 def _is_computed_anew(node: fx.Node, backward: Set[fx.Node]) -> bool:

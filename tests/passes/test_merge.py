@@ -428,7 +428,19 @@ class Skipped(nn.Module):
         return self.norm(self.down(F.silu(self.up(x))) + self.skip(x))
 
 
+class Clamped(nn.Module):
+    """Of the clamped result the backward needs a mask, of the other one all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(K, 4 * K, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.first(x).clamp(-1, 1), F.silu(self.second(x))
+
+
 BLOCKS = [
+    Clamped,
     Returned,
     Skipped,
     Attention,
