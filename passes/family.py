@@ -268,6 +268,8 @@ def _family(
         grads = tuple(conversion.gemm.left for conversion in roles["grad_input"])
         total = sum_of([gemm.node for gemm in gemms(roles["grad_input"])])
         pairs = zip(roles["grad_input"], members, strict=True)
+        if any(grad.gemm.right.kind == "grad_output" for grad in roles["grad_input"]):
+            return _apart(members, "the input is transposed in memory, and so is its gradient")
         if not all(_differentiates(grad.gemm, output.gemm) for grad, output in pairs):
             return _apart(members, "grad_input is no plain matmul with the same weight")
         if total is None:

@@ -144,8 +144,9 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
 def _bytes(node: fx.Node) -> int:
     """The size of a tensor, by the hints of sizes that are not known; of anything else a large one."""
     value = node.meta.get("val")
-    numbers = size_hint(value.numel()) if isinstance(value, torch.Tensor) else None
-    return 1 << 62 if numbers is None else int(numbers) * value.dtype.itemsize
+    if not isinstance(value, torch.Tensor) or (numbers := size_hint(value.numel())) is None:
+        return 1 << 62
+    return int(numbers) * value.dtype.itemsize
 
 
 def _is_computed_anew(node: fx.Node, backward: Set[fx.Node]) -> bool:

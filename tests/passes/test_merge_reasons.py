@@ -411,6 +411,8 @@ class Linear(torch.autograd.Function):
         x, w = ctx.saved_tensors
         if ctx.how == "weight first":
             return (w.t() @ grad.t()).t(), grad.t() @ x, None
+        if ctx.how == "added":
+            return torch.addmm(x, grad, w), grad.t() @ x, None
         if ctx.how == "input first":
             return grad @ w, (x.t() @ grad).t(), None
         if ctx.how == "two gradients":
@@ -422,7 +424,8 @@ class Linear(torch.autograd.Function):
 @pytest.mark.parametrize(
     "how, reason",
     [
-        ("weight first", "grad_input is no plain matmul with the same weight"),
+        ("weight first", "the input is transposed in memory, and so is its gradient"),
+        ("added", "grad_input is no plain matmul with the same weight"),
         ("input first", "grad_weight is no plain matmul with the same input"),
         ("two gradients", "grad_input and grad_weight read different gradients"),
         ("two grad_inputs", "a layer has more than one grad_input"),
@@ -433,6 +436,16 @@ def test_a_backward_of_another_form(how, reason):
         return Linear.apply(x, a, how).sin()[:, :32] * Linear.apply(x, b, how)
 
     unmerged(reason, f, randn(M, K), *weights(64, 32))  # sizes tell which layer a gradient is of
+
+
+def test_an_input_that_is_transposed_in_memory():
+    """As Pixtral's, at batch 1."""
+
+    def f(x, a, b):
+        y = x.t() * 2
+        return F.linear(y, a).sin()[:, :32] * F.linear(y, b)
+
+    unmerged("the input is transposed in memory, and so is its gradient", f, randn(K, M), *weights(64, 32))
 
 
 class Chained(torch.autograd.Function):
