@@ -127,7 +127,7 @@ def _computed_amaxes(
         jit_function(text, kernel.NAME),
         kernel.programs(rows, columns),
         kernel.WARPS,
-        {**arguments, **kernel.constants(rows, columns)},
+        {**arguments, **kernel.constants(rows, columns, len(sums))},
         ("amaxes", "sums") if sums else ("amaxes",),
     )
     found = table(aten.view.dtype, arguments["amaxes"], torch.float32)

@@ -103,9 +103,12 @@ def source(
     )
 
 
-def constants(rows: int, columns: int) -> dict[str, int]:
-    """The kernel's compile-time arguments, for tensors [rows, columns]."""
-    return {"M": rows, "N": columns, "ROWS": _ROWS, "STEP": _STEP, "BLOCK": _BLOCK}
+def constants(rows: int, columns: int, summed: int = 0) -> dict[str, int]:
+    """The kernel's compile-time arguments, for tensors [rows, columns] of which some are summed.
+
+    Sums are kept in registers beside the amaxes, so a step is half as large.
+    """
+    return {"M": rows, "N": columns, "ROWS": _ROWS, "STEP": _STEP // 2 if summed else _STEP, "BLOCK": _BLOCK}
 
 
 def programs(rows: int, columns: int) -> int:

@@ -121,7 +121,7 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
     What is computed of a result one element at a time is computed anew (``silu(gate)``), unless something reads it
     that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. For the same
     reason a result with a bias added that attention reads is a tensor of its own. The sum of two results is kept instead
-    of both, and what is smaller than a result (the mask of a ``where``) instead of it. Of a checkpointed region the
+    of both, and what is smaller than what it is computed from (the mask of a ``where``) instead of that. Of a checkpointed region the
     policy says what is kept, and that is whole results of matmuls or none.
     """
     if not backward or "recompute" in node.meta:
@@ -133,7 +133,7 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
         for reader in readers_of_memory(todo.pop(), _KEPT_WHOLE):
             if reader in backward:
                 return True
-            if reader in seen or is_sum_of_results(reader) or _bytes(reader) < _bytes(node):
+            if reader in seen or is_sum_of_results(reader) or _is_smaller(reader, node):
                 continue
             if _is_fusible(reader) and _is_computed_anew(reader, backward):
                 seen.add(reader)
@@ -141,12 +141,18 @@ def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
     return False
 
 
-def _bytes(node: fx.Node) -> int:
-    """The size of a tensor, by the hints of sizes that are not known; of anything else a large one."""
+def _is_smaller(node: fx.Node, result: fx.Node) -> bool:
+    """Whether a tensor has fewer elements than one that it is computed from, or smaller ones than the result."""
+    own, read = _elements(node), [size for source in node.all_input_nodes if (size := _elements(source))]
+    if not own or not read:
+        return False
+    return own < max(read) or node.meta["val"].dtype.itemsize < result.meta["val"].dtype.itemsize
+
+
+def _elements(node: fx.Node) -> int:
+    """How many elements a tensor has, by the hints of sizes that are not known; 0 without one, and for anything else."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or (numbers := size_hint(value.numel())) is None:
-        return 1 << 62
-    return int(numbers) * value.dtype.itemsize
+    return int(size_hint(value.numel()) or 0) if isinstance(value, torch.Tensor) else 0
 
 
 def _is_computed_anew(node: fx.Node, backward: Set[fx.Node]) -> bool:

@@ -190,7 +190,7 @@ def test_the_generated_kernel_has_no_spills(capability, warps, module, codes, tm
     assert ("sums" in pointers) == (module is Biased)
     if module is Biased:
         pointers["sums"] = "fp32"
-    constants = computed_amaxes.constants(ROWS, COLUMNS)
+    constants = computed_amaxes.constants(ROWS, COLUMNS, "sums" in pointers)
     compiled = Case(text, computed_amaxes.NAME, pointers, constants, warps).compile(capability)
     assert check_occupancy(compiled, tmp_path)["REG"] <= 168
     assert compiled.ptx["ld.global.v4.b32"]

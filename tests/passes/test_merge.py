@@ -439,8 +439,17 @@ class Clamped(nn.Module):
         return self.first(x).clamp(-1, 1), F.silu(self.second(x))
 
 
+class Scaled(Clamped):
+    """By way of float32: that the scaled result has smaller elements than that does not tell which of the two is kept."""
+
+    def forward(self, x):
+        scaled = (self.first(x).float() * 0.5).to(bf16)
+        return scaled * scaled, F.silu(self.second(x))
+
+
 BLOCKS = [
     Clamped,
+    Scaled,
     Returned,
     Skipped,
     Attention,
