@@ -151,7 +151,7 @@ def _amaxes(xs: Sources, name: str) -> list[Version]:
     if name in _CLAMP and xs[0].device.type == "cuda":
         load = f"x = tl.load(in0 + ({columns}*m + n), inside, 0.0).to(tl.float32)"
         kernel = jit_function(computed_amaxes.source(1, [load], ["x"], 1), computed_amaxes.NAME)
-        constants = {**computed_amaxes.constants(rows, columns), "num_warps": computed_amaxes.WARPS[0]}
+        constants = {**computed_amaxes.constants(rows, columns), "num_warps": computed_amaxes.warps()[0]}
 
         def run(x: Tensor) -> Tensor:
             amaxes = torch.zeros(computed_amaxes.length(rows, columns, 1), dtype=torch.int32, device=x.device)

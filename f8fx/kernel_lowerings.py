@@ -126,7 +126,7 @@ def _computed_amaxes(
     table.launched(
         jit_function(text, kernel.NAME),
         kernel.programs(rows, columns),
-        kernel.WARPS,
+        kernel.warps(len(sums)),
         {**arguments, **kernel.constants(rows, columns, len(sums))},
         ("amaxes", "sums") if sums else ("amaxes",),
     )

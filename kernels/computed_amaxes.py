@@ -26,8 +26,6 @@ from . import cast as definition
 from . import launch
 
 NAME = "computed_amaxes_kernel"
-#: Of a program: 16 elements a thread, or 8.
-WARPS = (4, 8)
 #: A program goes down ``_ROWS`` rows of ``_BLOCK`` columns, ``_STEP`` rows at a time, with rows that one warp reads side
 #: by side. **Not measured yet: to be tuned on a GPU.**
 _ROWS, _STEP, _BLOCK = 64, 8, 256
@@ -109,6 +107,11 @@ def constants(rows: int, columns: int, summed: int = 0) -> dict[str, int]:
     Sums are kept in registers beside the amaxes, so a step is half as large.
     """
     return {"M": rows, "N": columns, "ROWS": _ROWS, "STEP": _STEP // 2 if summed else _STEP, "BLOCK": _BLOCK}
+
+
+def warps(summed: int = 0) -> tuple[int, ...]:
+    """Of a program: 16 elements a thread, or 8, which are one load."""
+    return (4,) if summed else (4, 8)
 
 
 def programs(rows: int, columns: int) -> int:

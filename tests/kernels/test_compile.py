@@ -158,7 +158,7 @@ COMPUTED_AMAXES = Case(
     computed_amaxes.NAME,
     {"in0": "bf16", "in1": "bf16", "amaxes": "i32"},
     computed_amaxes.constants(8192, 14336),
-    computed_amaxes.WARPS[0],
+    computed_amaxes.warps()[0],
 )
 COMPUTED_SUMS = replace(
     COMPUTED_AMAXES,
