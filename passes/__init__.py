@@ -16,7 +16,7 @@
    6b    materialize residual sums that several kernels read are written once
    7     tags        what activation checkpointing may recompute
    7b    one_read    row cast and column amaxes of a tensor in memory by one kernel of our own
-  7c    amax_both   amaxes of rows and columns of a tensor that is not in memory by another
+  7c    amax_both   amaxes of rows and columns, and sums of columns, of a tensor that is not in memory by another
 ======  ==========  ==============================================================================
 
 The numbers are those of the full design; lowering to kernels (8) is Inductor's job, with the rules
