@@ -99,7 +99,8 @@ def trace(
     Raises:
         ExplainError: if the model cannot be copied or traced.
     """
-    mode = fake_tensor_mode(allow_non_fake_inputs=True)
+    ragged = any(tensor.is_nested for tensor in _tensors((args, kwargs)))
+    mode = fake_tensor_mode(ragged, allow_non_fake_inputs=True)
     replica = _Replica(mode, (model, args, kwargs))
     call = replica.of_callable(model)
     fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))

@@ -44,6 +44,9 @@ class Options:
             unless the function has an attribute ``uuid``: a string that changes when its answers do.
         pad: ``"auto"`` zero-pads sizes that are no multiple of 16 (under ``select="auto"`` where
             that pays); ``"never"`` leaves such matmuls alone.
+        activations: ``"leave"`` leaves matmuls of two activations (similarities, attention without a batch, an
+            optimizer's) in high precision; ``"convert"`` takes the right one for the weight. Batched ones are left
+            in any case.
         merge: ``"auto"`` runs matmuls that read one input (q, k, v) as one where the cost model says that
             it is faster; ``"never"`` leaves them separate, each with scales of its own.
         rowwise_scales: where rowwise scales are applied when the recipe wants exact accumulation:
@@ -77,6 +80,7 @@ class Options:
     only_fqns: tuple[str, ...] = ()
     filter_fn: FilterFn | None = None
     pad: Literal["auto", "never"] = "auto"
+    activations: Literal["leave", "convert"] = "leave"
     merge: Literal["auto", "never"] = "auto"
     rowwise_scales: Literal["in_gemm", "torchao"] | None = None
     save: Save = "lean"
@@ -131,6 +135,7 @@ class Options:
         arguments: dict[str, Any] = {
             "debug": self.debug,
             "rowwise_scales": None if scales is None else (lambda device: scales),
+            "leave_activations": self.activations == "leave",
             "merge": self.merge,
             "weights_at_once": self.save == "fast",
             "wire": self.wire,
@@ -143,7 +148,7 @@ class Options:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
         hw = self.target
         target = hw and tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
-        filters = (self.filter_fqns, self.only_fqns)
+        filters = (self.filter_fqns, self.only_fqns, self.activations)
         chosen = (self.pad, self.merge, self.rowwise_scales, self.save, self.wire, self.weights, self.kernels)
         return (self.recipe, self.select, filters, chosen, target)
 
@@ -238,6 +243,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "only_fqns": _names("only_fqns"),
     "filter_fn": _filter_fn,
     "pad": _choice("pad", "auto", "never"),
+    "activations": _choice("activations", "leave", "convert"),
     "merge": _choice("merge", "auto", "never"),
     "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao"),
     "save": _choice("save", "lean", "fast"),

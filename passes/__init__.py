@@ -103,6 +103,7 @@ class Pipeline:
         kernels: the devices on which a Triton kernel of our own may be used, where it reads less than Inductor's.
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
         constants: what is computed from constants of the graph alone is computed once, not in every call.
+        leave_activations: matmuls of two activations stay as they are (:mod:`passes.activations`).
         runs: the graph is to run where its tensors are: what that device cannot run is left alone, whatever
             ``hardware`` can.
     """
@@ -123,12 +124,13 @@ class Pipeline:
         kernels: Callable[[torch.device], bool] = lambda device: False,
         constants: bool = False,
         runs: bool = False,
+        leave_activations: bool = True,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
         self.watch = watch
         self.fold = Fold()
-        self.find = Find()
+        self.find = Find(leave_activations)
         scales = rowwise_scales or best_rowwise_scales
         self.select = Select(
             recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm", runs

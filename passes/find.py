@@ -9,7 +9,8 @@ recipe needs to know is recovered here:
   that autocast puts between a float32 parameter and its matmul: the recipe quantizes the
   parameter, or what is computed from it, not the bfloat16 rounding (torchao does the same). The weight
   is what is computed from parameters alone (:mod:`passes.parameters`); where no parameter is known, an
-  input of the graph; the right operand where that does not tell;
+  input of the graph; the right operand where that does not tell. A matmul of two activations is left
+  (:mod:`passes.activations`);
 * **role**: a matmul that does not depend on the tangents computes an ``output``. One that does
   shares its other operand with the forward matmul it differentiates: if that is the forward's
   weight it computes ``grad_input``, if it is the input, ``grad_weight``;
@@ -31,37 +32,33 @@ from typing import Any
 import torch
 from torch import fx
 
-from f8fx import ops
 from f8fx.recipe import OperandKind, Role
 from f8fx.torch_private import overwritten_inputs, size_hint
 
 from . import fqn
+from .activations import activations
 from .gemm import Gemm, Operand, Size, Unmatched
-from .left import BATCHED, BATCHED_GRADIENT, BATCHED_MATRIX, BATCHED_WEIGHT, LEFT, LEFT_OPERAND
+from .identity import identity
+from .left import ACTIVATIONS, BATCHED, BATCHED_GRADIENT, BATCHED_MATRIX, BATCHED_WEIGHT, LEFT, LEFT_OPERAND
 from .operand import (
     CASTS,
-    MOVEMENTS,
-    PERMUTES,
     base_of,
     flat_base,
     input_of,
-    is_given,
     is_part_of,
+    is_part_of_input,
     is_same,
-    keeps_order,
     repeated_matrix,
     shape_of,
     trace,
 )
-from .parameters import is_marked, of_parameters
-from .rewrite import MARKS
+from .parameters import expanded_parameter, of_parameters
 
 aten = torch.ops.aten
 
 _GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 _NO_FORWARD = "no forward matmul it is the gradient of"
 COMPUTE = frozenset((*_GEMMS, *LEFT))
-_KEEP_VALUES = frozenset((*MOVEMENTS, *CASTS, *ops.MARKERS, aten.clone.default))
 
 
 @dataclass
@@ -90,7 +87,14 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 class Find:
-    """Collects the matmuls of a joint or inference graph."""
+    """Collects the matmuls of a joint or inference graph.
+
+    Args:
+        leave_activations: whether those of two activations (:mod:`passes.activations`) are left.
+    """
+
+    def __init__(self, leave_activations: bool = True) -> None:
+        self.leave_activations = leave_activations
 
     def __call__(
         self,
@@ -105,7 +109,7 @@ class Find:
             layers: batched matmuls of forwards that were seen as one and are left: they are not collected again, but
                 their gradients are known by them.
         """
-        return _Walk(graph, folded, layers).run()
+        return _Walk(graph, folded, layers, self.leave_activations).run()
 
 
 @dataclass(frozen=True)
@@ -115,20 +119,29 @@ class _Traced:
 
 
 class _Walk:
-    def __init__(self, graph: fx.Graph, folded: Collection[fx.Node], layers: Mapping[fx.Node, Gemm]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        folded: Collection[fx.Node],
+        layers: Mapping[fx.Node, Gemm],
+        leave_activations: bool,
+    ) -> None:
         self.graph = graph
         self.folded = folded
         self.layers = layers
         self.backward = backward_nodes(graph)
         self.of_parameters = of_parameters(graph)
+        self.leave_activations = leave_activations and self.of_parameters.are_known
+        self.activations = activations(graph, self.of_parameters) if self.leave_activations else set()
         self.overwritten = frozenset(overwritten_inputs(graph))
         self.found = Found()
         # one node stands for all 2-D views of the same elements
         self.representatives: dict[Hashable, fx.Node] = {}
         # which forward matmuls read a tensor, and as what
         self.readers: dict[fx.Node, list[tuple[Gemm, OperandKind]]] = defaultdict(list)
-        # why batched matmuls are left, by the number they share with their gradients
+        # why matmuls are left, by the number they share with their gradients
         self.batched: dict[int, str] = {}
+        self.no_layers: set[int] = set()
 
     def run(self) -> Found:
         for node in self.graph.nodes:
@@ -157,7 +170,7 @@ class _Walk:
     def _trace(self, node: fx.Node) -> _Traced:
         source, transposed = trace(node)
         shape = shape_of(source)
-        key = (_identity(source), str(shape[-2]), str(shape[-1]), len(shape))
+        key = (identity(source), str(shape[-2]), str(shape[-1]), len(shape))
         return _Traced(self.representatives.setdefault(key, source), transposed)
 
     def _through_cast(self, traced: _Traced) -> _Traced:
@@ -188,6 +201,10 @@ class _Walk:
             # what is left of attention when batch times heads is 1; an einsum has a weight
             self._leave(node, BATCHED)
             return
+        if node.target is not aten.bmm.default and self._is_no_layer(node, left, right):
+            self._leave(node, ACTIVATIONS)
+            self.no_layers.add(node.meta.get("seq_nr", -1))
+            return
         gemm = self._gemm(node, "output", fqn.of_node(node), left, right, kinds, node)
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
@@ -206,7 +223,17 @@ class _Walk:
         if left in parameters or right in parameters:
             return right not in parameters
         # where parameters are known, any other input is data
-        return not parameters and _is_input(left) and not _is_part_of_input(right)
+        return not parameters and _is_input(left) and not is_part_of_input(right)
+
+    def _is_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> bool:
+        """Whether a matmul is one of two activations, and no gradient that the model takes itself."""
+        if not self.leave_activations:
+            return False
+        if left.node is right.node:  # with its own transpose
+            return left.node not in self.of_parameters.all
+        return {left.node, right.node} <= self.activations and not any(
+            self._forward_of(node, side) for side in (left, right)
+        )
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node in self.of_parameters.weights or _is_input(node)
@@ -217,7 +244,7 @@ class _Walk:
         if layer in self.batched and self._is_backward(node):
             return self.batched[layer]
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
-        parameters = [found for found in map(_expanded_parameter, sides) if found is not None]
+        parameters = [found for found in map(expanded_parameter, sides) if found is not None]
         if any(not _is_matrix(found) for found in parameters):
             reason = BATCHED_WEIGHT
         elif parameters or (not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))):
@@ -254,17 +281,25 @@ class _Walk:
             # the weight may have been read through its cast
             through = self._through_cast(traced[other])
             match = self._forward_of(node, through)
-            if match is None:
-                batched = node.target is aten.bmm.default
-                self._leave(node, self._batched(node) if batched else _NO_FORWARD)
-                return
             traced[other] = through
+        number = node.meta.get("seq_nr")
+        if match is not None and number in self.no_layers and match[0].node.meta.get("seq_nr") != number:
+            match = None  # a matmul that is no layer has read what a layer reads
+        if match is None:
+            self._leave(node, self._not_matched(node))
+            return
         forward, kind = match
         role: Role = "grad_input" if kind == "weight" else "grad_weight"
         kinds: list[OperandKind] = ["grad_output", "grad_output"]
         kinds[other] = kind
         name = forward.fqn or fqn.of_node(node)
         self._gemm(node, role, name, traced[0], traced[1], (kinds[0], kinds[1]), forward.node)
+
+    def _not_matched(self, node: fx.Node) -> str:
+        """Why a gradient is left that belongs to no layer."""
+        if node.target is aten.bmm.default:
+            return self._batched(node)
+        return ACTIVATIONS if node.meta.get("seq_nr") in self.no_layers else _NO_FORWARD
 
     def _forward_of(self, node: fx.Node, shared: _Traced) -> tuple[Gemm, OperandKind] | None:
         """The forward matmul that reads `shared` and whose gradient `node` can be."""
@@ -344,42 +379,8 @@ def _is_input(node: fx.Node) -> bool:
     return input_of(node) is not None
 
 
-def _is_part_of_input(node: fx.Node) -> bool:
-    """Whether a tensor is an input of the graph or a slice of one, at most moved, copied or cast."""
-    while node.target in _KEEP_VALUES:
-        node = node.all_input_nodes[0]
-    return is_given(node)
-
-
-def _expanded_parameter(batched: fx.Node) -> fx.Node | None:
-    """The parameter that an operand of a batched matmul is, at most expanded on its way."""
-    node = base_of(batched)
-    if node.target is aten.expand.default:
-        node = node.args[0]  # type: ignore[assignment]
-    source = input_of(node)
-    return source if source is not None and is_marked(source) else None
-
-
 def _is_matrix(node: fx.Node) -> bool:
     return all(is_same(size, 1) for size in shape_of(node)[:-2])
-
-
-def _identity(node: fx.Node) -> Hashable:
-    """Equal for nodes with the same elements in the same order.
-
-    A tensor that is float8 already has a marker for each use. Autocast casts a tensor once for each layer that reads
-    it, and every ``einsum`` permutes dimensions of size 1 for itself.
-    """
-    node = flat_base(node)
-    while node.target in PERMUTES and keeps_order(node):
-        node = flat_base(node.args[0])  # type: ignore[arg-type]
-    kwargs = tuple(sorted(node.kwargs.items(), key=lambda item: item[0]))
-    if node.target in ops.MARKERS:
-        return (node.target, node.args, kwargs)
-    if node.target in CASTS and isinstance(node.args[0], fx.Node):
-        marks = (node.meta.get(mark) for mark in MARKS)
-        return (node.target, _identity(node.args[0]), *node.args[1:], kwargs, *marks)
-    return node
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 aten = torch.ops.aten
 
+ACTIVATIONS = "matmul of two activations"
 BATCHED = "batched matmul of two activations"
 BATCHED_WEIGHT = "batched matmul with a weight for each batch"
 BATCHED_MATRIX = "batched matmul with one matrix"

@@ -56,6 +56,8 @@ MOVEMENTS = (
         operator.getitem,
     }
 )
+#: Operators that move, copy or cast elements.
+KEEP_VALUES = frozenset((*MOVEMENTS, *CASTS, *ops.MARKERS, aten.clone.default))
 
 
 def shape_of(node: fx.Node) -> tuple:
@@ -272,6 +274,13 @@ def flat_base(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.target in SAME_ORDER:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def is_part_of_input(node: fx.Node) -> bool:
+    """Whether a tensor is an input of the graph or a slice of one, at most moved, copied or cast."""
+    while node.target in KEEP_VALUES:
+        node = node.all_input_nodes[0]
+    return is_given(node)
 
 
 def is_gathered(node: fx.Node) -> bool:

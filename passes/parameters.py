@@ -16,11 +16,11 @@ from torch import fx, nn
 
 from f8fx.torch_private import input_position, is_higher_order, is_of_torch, is_operator
 
-from .operand import is_given, is_same, shape_of
+from .operand import base_of, input_of, is_given, is_same, shape_of
 
 aten = torch.ops.aten
 
-#: Key in the metadata of inputs and constants that are known to be parameters, not only inputs.
+#: Key in the metadata of inputs and constants of which is known whether they are parameters.
 _PARAMETER = "f8fx_parameter"
 
 #: Operators that contract: what they give is a weight only as an exception (``w + b @ a``), and often data.
@@ -38,7 +38,7 @@ def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def mark_parameters(graph: fx.Graph, positions: Collection[int]) -> None:
-    """Notes on the placeholders which are parameters, or parts of one that is a tensor subclass.
+    """Notes on the placeholders whether they are parameters, or parts of one that is a tensor subclass.
 
     Graphs that are compiled ahead of time hold theirs as constants.
 
@@ -46,10 +46,10 @@ def mark_parameters(graph: fx.Graph, positions: Collection[int]) -> None:
         positions: those of parameters among the inputs of the Dynamo graph that the graph was made of.
     """
     for node in graph.nodes:
-        if (node.op == "placeholder" and input_position(node) in positions) or (
-            node.op == "get_attr" and isinstance(_constant(node), nn.Parameter)
-        ):
-            node.meta[_PARAMETER] = True
+        if node.op == "placeholder":
+            node.meta[_PARAMETER] = input_position(node) in positions
+        elif node.op == "get_attr":
+            node.meta[_PARAMETER] = isinstance(_constant(node), nn.Parameter)
 
 
 def _constant(node: fx.Node) -> Any:
@@ -62,7 +62,16 @@ def _constant(node: fx.Node) -> Any:
 
 def is_marked(node: fx.Node) -> bool:
     """Whether an input or constant is known to be a parameter."""
-    return _PARAMETER in node.meta
+    return node.meta.get(_PARAMETER, False)
+
+
+def expanded_parameter(batched: fx.Node) -> fx.Node | None:
+    """The parameter that an operand of a batched matmul is, at most expanded on its way."""
+    node = base_of(batched)
+    if node.target is aten.expand.default:
+        node = node.args[0]  # type: ignore[assignment]
+    source = input_of(node)
+    return source if source is not None and is_marked(source) else None
 
 
 def constants(graph: fx.Graph) -> set[fx.Node]:
@@ -80,10 +89,12 @@ class OfParameters:
         weights: parameters, and what is computed from them without a contraction: ``w * 0.5``, ``w[:48]``. The
             product of two parameters can be a weight, or the queries of learned tokens.
         all: with those.
+        are_known: whether the caller told which inputs are parameters; there may be none.
     """
 
     weights: set[fx.Node] = field(default_factory=set)
     all: set[fx.Node] = field(default_factory=set)
+    are_known: bool = False
 
 
 def of_parameters(graph: fx.Graph) -> OfParameters:
@@ -91,6 +102,7 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
     found = OfParameters()
     for node in graph.nodes:
         if is_given(node):
+            found.are_known |= _PARAMETER in node.meta
             if is_marked(node):
                 found.weights.add(node)
                 found.all.add(node)
@@ -99,7 +111,7 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             if not sources or any(source not in found.all for source in sources) or _is_repeated(node):
                 continue
             found.all.add(node)
-            if not _may_contract(node.target) and all(source in found.weights for source in sources):
+            if not contracts(node.target, custom=True) and all(source in found.weights for source in sources):
                 found.weights.add(node)
     return found
 
@@ -113,10 +125,15 @@ def _is_repeated(node: fx.Node) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _may_contract(target: Any) -> bool:
+def contracts(target: Any, custom: bool) -> bool:
+    """Whether an operator contracts.
+
+    Args:
+        custom: what to say of operators that are not PyTorch's own, which may.
+    """
     if not is_operator(target):
         return is_higher_order(target)
     name = target.overloadpacket.__name__
     if target.namespace != "f8fx" and not is_of_torch(target):
-        return True
+        return custom
     return name in _CONTRACTIONS or name.startswith("_scaled_dot_product_")

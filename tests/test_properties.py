@@ -143,6 +143,7 @@ def gates(draw):
             "recipe": st.sampled_from(sorted(PRESETS)),
             "pad": st.sampled_from(["auto", "never"]),
             "merge": st.sampled_from(["auto", "never"]),
+            "activations": st.sampled_from(["leave", "convert"]),
             "save": st.sampled_from(["lean", "fast"]),
             "dynamic": st.sampled_from([False, True, None]),
             "target": st.sampled_from([None, "h100"]),  # a CPU merges nothing

@@ -17,11 +17,16 @@ def detect_fake_mode(values: Sequence[Any]) -> Any:
     return detect(values)
 
 
-def fake_tensor_mode(**kwargs: Any) -> Any:
-    """A new ``torch._subclasses.FakeTensorMode``."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def fake_tensor_mode(ragged: bool = False, **kwargs: Any) -> Any:
+    """A new ``torch._subclasses.FakeTensorMode``.
 
-    return FakeTensorMode(**kwargs)
+    Args:
+        ragged: for nested tensors too, whose sizes are symbols (``symbolic_shapes.ShapeEnv``).
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv() if ragged else None, **kwargs)
 
 
 def is_fake(tensor: Any) -> bool:
@@ -57,11 +62,11 @@ def fake_like(
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:
-    """The value a symbolic size had when it was traced; None where it has none (unbacked)."""
+    """The value a symbolic size had when it was traced; None where it has none (unbacked, or ragged)."""
     if isinstance(size, int):
         return size
     node = size.node
-    return int(node.hint) if node.has_hint() else None
+    return int(node.hint) if not node.is_nested_int() and node.has_hint() else None
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:

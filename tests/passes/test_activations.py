@@ -1,0 +1,190 @@
+"""Matmuls of two activations are left; what could be a weight is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import f8fx
+from tests.helpers import bf16, compiled, randn, recording, report_of
+
+LEFT = "matmul of two activations"
+
+
+def linear(columns: int = 32, rows: int = 32) -> nn.Linear:
+    return nn.Linear(columns, rows, bias=False, dtype=bf16)
+
+
+def told(report, converted: bool) -> list[str]:
+    """``role`` or ``role: reason`` of the matmuls that are converted, or are not."""
+    found = [d for d in report.decisions if d.converted is converted]
+    return sorted(d.role if converted else f"{d.role}: {d.reason}" for d in found)
+
+
+class Attention(nn.Module):
+    """Of one sequence: without batch and heads, its products look like layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = linear(), linear(), linear()
+
+    def forward(self, x):
+        scores = torch.softmax(self.q(x) @ self.k(x).mT, -1)
+        return scores @ self.v(x)
+
+
+def test_attention_without_a_batch_is_left_with_its_reason():
+    """Forward, backward and inference; its layers are converted."""
+    report = report_of(Attention(), randn(48, 32))
+    assert told(report, False) == [f"grad_input: {LEFT}"] * 4 + [f"output: {LEFT}"] * 2
+    assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 3)
+    assert {d.fqn for d in report.decisions if not d.converted} == {""}
+    with torch.no_grad():
+        report = report_of(Attention(), randn(48, 32))
+    assert told(report, False) == [f"output: {LEFT}"] * 2
+    rows = f8fx.explain(Attention(), randn(48, 32), select="all").rows
+    assert [row.role for row in rows if row.reason == LEFT] == ["output"] * 2 + ["grad_input"] * 4
+
+
+def test_converted_if_the_user_says_so():
+    report = report_of(Attention(), randn(48, 32), activations="convert")
+    assert not told(report, False) and len(report.decisions) == 15
+
+
+class Towers(nn.Module):
+    """A contrastive loss: similarities of what two encoders made, times a learned temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.images = linear(), linear()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=bf16))
+
+    def forward(self, a, b):
+        a, b = (F.normalize(tower(x), dim=-1) for tower, x in ((self.texts, a), (self.images, b)))
+        return self.scale.exp() * a @ b.t()
+
+
+def test_similarities_are_left():
+    report = report_of(Towers(), randn(16, 32), randn(16, 32, seed=1))
+    assert told(report, False) == [f"grad_input: {LEFT}"] * 2 + [f"output: {LEFT}"]
+    assert len(told(report, True)) == 6
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float32])
+def test_an_optimizer_is_left(dtype):
+    """Muon's Newton-Schulz iteration, compiled by itself or by ``f8fx.install()``: no parameter is among its inputs."""
+
+    def orthogonalized(gradient):
+        x = gradient.to(bf16)
+        x = x / (x.norm() + 1e-7)
+        for _ in range(2):
+            a = x @ x.mT
+            x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+        return x
+
+    gradient = randn(32, 64, grad=False, dtype=dtype)
+    report = report_of(orthogonalized, gradient)
+    assert told(report, False) == [f"output: {LEFT}"] * 6
+    assert torch.equal(compiled(orthogonalized)(gradient), orthogonalized(gradient))
+
+
+def test_a_matrix_with_itself_is_left():
+    """Correlations, also of an input of the graph."""
+    report = report_of(lambda x: x.t() @ x, randn(16, 32, grad=False))
+    assert told(report, False) == [f"output: {LEFT}"]
+
+
+def test_a_layer_after_one_that_needs_no_gradient_keeps_its_gradients():
+    """AOTAutograd may number both alike."""
+    layer = linear()
+
+    def fn(x):
+        h = layer(x)
+        with torch.no_grad():
+            weights = torch.softmax(h @ (h * 2).mT, -1)
+        return layer(h) * weights.sum()
+
+    report = report_of(fn, randn(16, 32))
+    assert told(report, False) == [f"output: {LEFT}"]
+    assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
+
+
+# -- what is no activation -------------------------------------------------------------------------
+
+
+def pruned() -> nn.Module:
+    layer = linear()
+    prune.random_unstructured(layer, "weight", 0.5)  # weight_orig * weight_mask, a buffer
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pruned,
+        lambda: parametrizations.spectral_norm(linear()),
+        lambda: parametrizations.weight_norm(linear()),
+    ],
+)
+def test_a_weight_that_is_computed_with_buffers_is_a_weight(layer):
+    net = nn.Sequential(linear(), nn.Tanh(), layer())
+    report = report_of(net, randn(16, 32))
+    assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
+
+
+def test_a_weight_that_is_updated_in_the_graph_is_a_weight():
+    """Fast weights (MAML): a parameter less a step along a gradient, which depends on the data."""
+    w = nn.Parameter(randn(32, 32, grad=False))
+
+    def fn(x, gradient):
+        fast = w - 0.1 * (gradient.t() @ x)
+        return F.linear(torch.tanh(F.linear(x, w)), fast[:16])
+
+    with torch.no_grad():
+        report = report_of(fn, randn(16, 32), randn(16, 32))
+    assert told(report, True) == ["output"] * 3
+
+
+@torch.library.custom_op("f8fx_test::unpacked", mutates_args=())
+def unpacked(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (packed.view(-1, 32) * scale).to(bf16)
+
+
+@unpacked.register_fake
+def _(packed, scale):
+    return packed.new_empty(packed.numel() // 32, 32, dtype=bf16)
+
+
+def test_a_weight_that_a_custom_operator_unpacks_is_a_weight():
+    """Of a parameter and of a tensor that nobody registered (bitsandbytes' ``absmax``)."""
+    packed = nn.Parameter(torch.randint(-8, 8, (48 * 32,), dtype=torch.int8), requires_grad=False)
+    scale, layer = torch.rand(1), linear()
+    report = report_of(lambda x: F.linear(layer(x), unpacked(packed, scale)), randn(16, 32))
+    assert told(report, True) == ["grad_input", "grad_input", "grad_weight", "output", "output"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_weights_that_are_plain_tensors_are_weights(known):
+    """``functional_call``: inputs of the graph, at most cast and sliced, next to parameters or not."""
+    norm = nn.Parameter(torch.ones(32, dtype=bf16)) if known else torch.ones(32, dtype=bf16)
+
+    def fn(x, w1, w2):
+        return F.linear(torch.tanh(F.linear(x, w1)) * norm, w2[:48].to(bf16))
+
+    report = report_of(fn, randn(16, 32), randn(32, 32), randn(64, 32, dtype=torch.float32))
+    assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
+
+
+def test_gradients_that_a_model_takes_itself_are_no_products_of_activations():
+    first, second = linear(), linear()
+
+    def loss(weights, x):
+        return torch.func.functional_call(second, weights, (torch.tanh(first(x)),)).square().sum()
+
+    with torch.no_grad(), recording() as reports:
+        compiled(torch.func.grad(loss))(dict(second.named_parameters()), randn(16, 32, grad=False))
+    assert told(reports[0], True) == ["output"] * 3  # two layers, and the gradient of the weight of one
+    assert not told(reports[0], False)
