@@ -27,7 +27,7 @@ from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
 from .passes.decided import is_decided, mark_decided
 from .passes.halves import ANYTHING, NOTHING, ReadsOther
-from .passes.parameters import mark_parameters, parameter_positions
+from .passes.parameters import KnownInputs
 from .passes.traffic import gathers, traffic
 from .report import GraphReport, log, publish
 from .resumed import name_modules
@@ -62,7 +62,7 @@ class GraphPass(CustomGraphPass):
         key: what the decisions depend on beyond the graph itself.
         before: the passes a user had put into ``joint_custom_pre_pass``; they run first.
         tuning: Inductor options for graphs that were rewritten (:mod:`f8fx.tuning`).
-        parameters: positions of parameters among the inputs of the Dynamo graph.
+        known: what is known of the inputs of the Dynamo graph.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class GraphPass(CustomGraphPass):
         key: CacheKey,
         before: Sequence[Any] = (),
         tuning: Mapping[str, Any] = MappingProxyType({}),
-        parameters: frozenset[int] = frozenset(),
+        known: KnownInputs = KnownInputs(),  # noqa: B008
     ) -> None:
         self.pipeline = pipeline
         self.key = key
         self.before = tuple(before)
         self.tuning = tuning
-        self.parameters = parameters
+        self.known = known
         self.reports: list[GraphReport] = []
         #: on graphs that came with rewritten nodes in them; published where there is no other report
         self.met_again: list[GraphReport] = []
@@ -89,7 +89,7 @@ class GraphPass(CustomGraphPass):
             # half of a nested region that was seen before it was split, or nodes that compiled autograd inlined
             self.met_again.append(self.pipeline.rewritten(graph))
             return
-        mark_parameters(graph, self.parameters)
+        self.known.mark(graph)
         before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
         try:
             report = self.pipeline(graph)
@@ -256,9 +256,7 @@ def _casts(
     kept = load_weights(key, found)
     if kept is not None:
         return kept
-    trial = GraphPass(
-        _pipeline(options, found), graph_pass.key, graph_pass.before, parameters=graph_pass.parameters
-    )
+    trial = GraphPass(_pipeline(options, found), graph_pass.key, graph_pass.before, known=graph_pass.known)
     executor.trace(gm, example_inputs, trial)
     forget_traced_regions()
     assert trial.pipeline.reuse is not None
@@ -324,7 +322,7 @@ def _graph_pass(
         key = key.extended(replaced)
     once = ahead.casts_once(config) if compiles_ahead_of_time() else False
     return GraphPass(
-        _pipeline(options, constants=once), key, previous, tuning(config), parameter_positions(example_inputs)
+        _pipeline(options, constants=once), key, previous, tuning(config), KnownInputs.of(example_inputs)
     )
 
 

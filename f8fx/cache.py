@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from .options import Options
-from .passes.parameters import parameter_positions
+from .passes.parameters import KnownInputs
 from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
 from .report import GraphReport, log
 from .sources import source_hash
@@ -50,8 +50,9 @@ class CacheKey:
     @staticmethod
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:
         """The key of one Dynamo graph under these options."""
-        parameters = sorted(parameter_positions(example_inputs))
-        parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm), parameters]
+        known = KnownInputs.of(example_inputs)
+        inputs = [sorted(known.parameters), sorted(known.held)]
+        parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm), inputs]
         if options.wire in ("auto", "float8"):
             parts.append(group_backends())
         if sizes := _dynamic_sizes(example_inputs):  # the cost models of several passes decide by them

@@ -32,7 +32,7 @@ from .graph_bytes import communicated_bytes, saved_bytes
 from .parallelized import dtensor_like, is_dtensor
 from .partition import Partitioner
 from .passes import Pipeline
-from .passes.parameters import mark_parameters, parameter_positions
+from .passes.parameters import KnownInputs
 from .report import GraphReport
 from .resumed import name_modules
 from .torch_private import (
@@ -265,14 +265,14 @@ class _Collector:
         self.pipeline = pipeline
         self.partitioner = partitioner
         self.like_gpu = like_gpu
-        self.parameters: frozenset[int] = frozenset()
+        self.known = KnownInputs()
         self.graphs: list[GraphTrace] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         name_modules(gm)
         if self.like_gpu:
             _as_on_target(gm)
-        self.parameters = parameter_positions(inputs)
+        self.known = KnownInputs.of(inputs)
         look = aot_backend(
             fw_compiler=_keep,
             bw_compiler=_keep,
@@ -285,7 +285,7 @@ class _Collector:
         return gm.forward
 
     def _infer(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        mark_parameters(graph.graph, self.parameters)
+        self.known.mark(graph.graph)
         rewritten = _copied(graph.graph)
         report = self.pipeline(rewritten)
         communicated = (communicated_bytes(graph.graph), communicated_bytes(rewritten))
@@ -294,7 +294,7 @@ class _Collector:
         return boxed(graph.forward)
 
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        mark_parameters(joint.graph, self.parameters)
+        self.known.mark(joint.graph)
         rewritten = fx.GraphModule(joint, _copied(joint.graph))
         report = self.pipeline(rewritten.graph)
         communicated = (communicated_bytes(joint.graph), communicated_bytes(rewritten.graph))

@@ -1,13 +1,13 @@
-"""Which tensors of a graph are activations: computed from data, and no weight in another guise.
+"""Which matmuls are products of activations, and no layer.
 
-Attention's scores, a contrastive loss's similarities and an optimizer's products multiply two of them. That is no
-layer: nothing in it stays from step to step, and what is computed from it often subtracts what nearly cancels. With
-dimensions for batch and heads it is a ``bmm``; without, it looks like ``x @ w``.
+Attention's scores, a contrastive loss's similarities and an optimizer's products have no weight among their operands:
+nothing in them stays from step to step, and what is computed from them often subtracts what nearly cancels. With
+dimensions for batch and heads such a product is a ``bmm``; without, it looks like ``x @ w``.
 
-What cannot be told apart from a weight is none of these, so that no layer is lost: inputs of the graph and parts of
-them, what is computed from parameters without contracting data (``w * mask``, a custom operator that
-dequantizes), and what has as many elements as a parameter it is computed from one by one (``w / sigma(w)``,
-``w - lr * grad``).
+What cannot be told apart from a weight is no activation, so that no layer is lost: inputs of the graph and parts of
+them, what is computed from parameters and buffers alone (``w * mask``), or from data too but without contracting any
+(a custom operator that dequantizes), and what has as many elements as the parameter that it is computed from one by
+one (``w / sigma``, ``w - lr * grad``).
 """
 
 from __future__ import annotations
@@ -21,24 +21,37 @@ from .operand import KEEP_VALUES
 from .parameters import OfParameters, contracts
 
 
-def activations(graph: fx.Graph, parameters: OfParameters) -> set[fx.Node]:
+class Activations:
     """The activations of a graph; none where nobody told which of its inputs are parameters."""
+
+    def __init__(self, graph: fx.Graph, parameters: OfParameters) -> None:
+        self.parameters = parameters
+        self.found = _found(graph, parameters) if parameters.are_known else set()
+
+    def are_both(self, left: fx.Node, right: fx.Node) -> bool:
+        """Whether neither operand of a matmul can be its weight."""
+        if not self.parameters.are_known:
+            return False
+        if left is right:  # times its own transpose
+            return left not in self.parameters.all
+        # what modules and optimizers hold meets data in a layer
+        return any(left in nodes and right in nodes for nodes in (self.found, self.parameters.held))
+
+
+def _found(graph: fx.Graph, parameters: OfParameters) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    if not parameters.are_known:
-        return found
     likenesses = set(parameters.all)  # of parameters: as many elements
+    has_weights = bool(parameters.all or parameters.held)
     for node in graph.nodes:
-        if node.op != "call_function" or node in parameters.all:
+        if node.op != "call_function" or node in parameters.all or node in parameters.held:
             continue
         sources = node.all_input_nodes
-        if not sources:
-            continue
         if _is_elementwise(node) and any(s in likenesses and _is_as_large(s, node) for s in sources):
             likenesses.add(node)
         elif contracts(node.target, custom=False) or any(source in found for source in sources):
             found.add(node)
-        elif not parameters.all and node.target not in KEEP_VALUES:
-            found.add(node)  # there is no parameter that it could be a likeness of
+        elif sources and not has_weights and node.target not in KEEP_VALUES:
+            found.add(node)  # there is nothing that it could be a weight from
     return found
 
 

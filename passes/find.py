@@ -36,7 +36,7 @@ from f8fx.recipe import OperandKind, Role
 from f8fx.torch_private import overwritten_inputs, size_hint
 
 from . import fqn
-from .activations import activations
+from .activations import Activations
 from .gemm import Gemm, Operand, Size, Unmatched
 from .identity import identity
 from .left import ACTIVATIONS, BATCHED, BATCHED_GRADIENT, BATCHED_MATRIX, BATCHED_WEIGHT, LEFT, LEFT_OPERAND
@@ -131,8 +131,7 @@ class _Walk:
         self.layers = layers
         self.backward = backward_nodes(graph)
         self.of_parameters = of_parameters(graph)
-        self.leave_activations = leave_activations and self.of_parameters.are_known
-        self.activations = activations(graph, self.of_parameters) if self.leave_activations else set()
+        self.activations = Activations(graph, self.of_parameters) if leave_activations else None
         self.overwritten = frozenset(overwritten_inputs(graph))
         self.found = Found()
         # one node stands for all 2-D views of the same elements
@@ -227,13 +226,9 @@ class _Walk:
 
     def _is_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> bool:
         """Whether a matmul is one of two activations, and no gradient that the model takes itself."""
-        if not self.leave_activations:
+        if self.activations is None or not self.activations.are_both(left.node, right.node):
             return False
-        if left.node is right.node:  # with its own transpose
-            return left.node not in self.of_parameters.all
-        return {left.node, right.node} <= self.activations and not any(
-            self._forward_of(node, side) for side in (left, right)
-        )
+        return not any(self._forward_of(node, side) for side in (left, right))
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node in self.of_parameters.weights or _is_input(node)

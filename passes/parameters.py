@@ -1,4 +1,4 @@
-"""Which inputs of a graph are parameters, and what is computed from parameters alone.
+"""Which inputs of a graph are parameters, or held by its module otherwise, and what is computed from these alone.
 
 A graph does not tell parameters from other inputs; the caller can, who has Dynamo's inputs. Where nobody did, nothing
 is known to be a parameter.
@@ -6,7 +6,7 @@ is known to be a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,14 +14,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from f8fx.torch_private import input_position, is_higher_order, is_of_torch, is_operator
+from f8fx.torch_private import (
+    input_position,
+    is_higher_order,
+    is_of_torch,
+    is_operator,
+    keeps_its_address,
+)
 
 from .operand import base_of, input_of, is_given, is_same, shape_of
 
 aten = torch.ops.aten
 
-#: Key in the metadata of inputs and constants of which is known whether they are parameters.
+#: Keys in the metadata of inputs and constants of which is known whether they are parameters, or held otherwise.
 _PARAMETER = "f8fx_parameter"
+_HELD = "f8fx_held"
 
 #: Operators that contract: what they give is a weight only as an exception (``w + b @ a``), and often data.
 _CONTRACTIONS = frozenset(
@@ -32,24 +39,38 @@ _CONTRACTIONS = frozenset(
 )
 
 
-def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
-    """Which inputs of a Dynamo graph are parameters."""
-    return frozenset(i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter))
+@dataclass(frozen=True)
+class KnownInputs:
+    """What is known of the inputs of a Dynamo graph.
 
-
-def mark_parameters(graph: fx.Graph, positions: Collection[int]) -> None:
-    """Notes on the placeholders whether they are parameters, or parts of one that is a tensor subclass.
-
-    Graphs that are compiled ahead of time hold theirs as constants.
-
-    Args:
-        positions: those of parameters among the inputs of the Dynamo graph that the graph was made of.
+    Attributes:
+        parameters: positions of the parameters.
+        held: positions of what else modules and optimizers hold: buffers, other attributes, states, gradients.
     """
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            node.meta[_PARAMETER] = input_position(node) in positions
-        elif node.op == "get_attr":
-            node.meta[_PARAMETER] = isinstance(_constant(node), nn.Parameter)
+
+    parameters: frozenset[int] = frozenset()
+    held: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(example_inputs: Sequence[Any]) -> KnownInputs:
+        """What Dynamo's inputs tell."""
+        parameters = {i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)}
+        held = {i for i, value in enumerate(example_inputs) if keeps_its_address(value)}
+        return KnownInputs(frozenset(parameters), frozenset(held - parameters))
+
+    def mark(self, graph: fx.Graph) -> None:
+        """Notes it on the inputs of a graph made of the Dynamo graph; parts of a subclass are what the whole is.
+
+        Graphs that are compiled ahead of time hold theirs as constants.
+        """
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                position = input_position(node)
+                node.meta[_PARAMETER] = position in self.parameters
+                node.meta[_HELD] = position in self.held
+            elif node.op == "get_attr":
+                node.meta[_PARAMETER] = isinstance(_constant(node), nn.Parameter)
+                node.meta[_HELD] = not node.meta[_PARAMETER]
 
 
 def _constant(node: fx.Node) -> Any:
@@ -89,16 +110,18 @@ class OfParameters:
         weights: parameters, and what is computed from them without a contraction: ``w * 0.5``, ``w[:48]``. The
             product of two parameters can be a weight, or the queries of learned tokens.
         all: with those.
+        held: what else modules hold, and what is computed from that, or from it and parameters, alone.
         are_known: whether the caller told which inputs are parameters; there may be none.
     """
 
     weights: set[fx.Node] = field(default_factory=set)
     all: set[fx.Node] = field(default_factory=set)
+    held: set[fx.Node] = field(default_factory=set)
     are_known: bool = False
 
 
 def of_parameters(graph: fx.Graph) -> OfParameters:
-    """The nodes of a graph that depend on parameters and on nothing else."""
+    """The nodes of a graph that depend on parameters, or on what else modules hold, and on nothing else."""
     found = OfParameters()
     for node in graph.nodes:
         if is_given(node):
@@ -106,13 +129,17 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             if is_marked(node):
                 found.weights.add(node)
                 found.all.add(node)
-        elif node.op == "call_function":
+            elif node.meta.get(_HELD):
+                found.held.add(node)
+        elif node.op == "call_function" and node.all_input_nodes and not _is_repeated(node):
             sources = node.all_input_nodes
-            if not sources or any(source not in found.all for source in sources) or _is_repeated(node):
-                continue
-            found.all.add(node)
-            if not contracts(node.target, custom=True) and all(source in found.weights for source in sources):
-                found.weights.add(node)
+            if all(source in found.all for source in sources):
+                found.all.add(node)
+                contracting = contracts(node.target, custom=True)
+                if not contracting and all(source in found.weights for source in sources):
+                    found.weights.add(node)
+            elif all(source in found.all or source in found.held for source in sources):
+                found.held.add(node)
     return found
 
 

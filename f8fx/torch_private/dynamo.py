@@ -108,6 +108,11 @@ def modules_on_stack() -> dict[str, nn.Module]:
     }
 
 
+def keeps_its_address(value: Any) -> bool:
+    """Whether an input of a Dynamo graph is held by a module or an optimizer (``_dynamo_static_input_type``)."""
+    return getattr(value, "_dynamo_static_input_type", None) is not None
+
+
 def mark_as_dynamo_input(node: fx.Node, is_static: bool) -> None:
     """Gives a placeholder added to a Dynamo graph what AOTAutograd reads in Dynamo's own.
 

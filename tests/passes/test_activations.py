@@ -91,6 +91,17 @@ def test_an_optimizer_is_left(dtype):
     assert torch.equal(compiled(orthogonalized)(gradient), orthogonalized(gradient))
 
 
+def test_a_compiled_step_of_an_optimizer_is_left():
+    """Its graph has parameters; what it multiplies is computed from their gradients."""
+    net = nn.Sequential(linear(), linear(32, 64))
+    optimizer = torch.optim.Muon(net.parameters(), lr=0.1)
+    net(randn(16, 32)).sum().backward()
+    with recording() as reports:
+        compiled(optimizer.step)()
+    (report,) = reports
+    assert told(report, False) == [f"output: {LEFT}"] * 30 and not told(report, True)
+
+
 def test_a_matrix_with_itself_is_left():
     """Correlations, also of an input of the graph."""
     report = report_of(lambda x: x.t() @ x, randn(16, 32, grad=False))
@@ -133,6 +144,27 @@ def test_a_weight_that_is_computed_with_buffers_is_a_weight(layer):
     net = nn.Sequential(linear(), nn.Tanh(), layer())
     report = report_of(net, randn(16, 32))
     assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
+
+
+class Packed(nn.Module):
+    """4-bit weights, two in a byte, as GPTQ has them: no parameter, and one matrix is held by no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("packed", torch.randint(0, 256, (48, 16), dtype=torch.uint8))
+        self.register_buffer("scales", torch.rand(48, 1, dtype=bf16))
+        self.first = randn(32, 32, grad=False)
+
+    def forward(self, x):
+        weight = torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
+        return F.linear(torch.tanh(F.linear(torch.tanh(x), self.first * 0.5)), (weight - 8.0) * self.scales)
+
+
+def test_a_weight_that_is_unpacked_from_buffers_is_a_weight():
+    """Also where the graph has no parameter at all."""
+    assert told(report_of(Packed(), randn(16, 32)), True) == ["grad_input"] * 2 + ["output"] * 2
+    rows = f8fx.explain(Packed(), randn(16, 32), select="all").rows
+    assert [row.role for row in rows if row.converted] == ["output", "output", "grad_input", "grad_input"]
 
 
 def test_a_weight_that_is_updated_in_the_graph_is_a_weight():
