@@ -347,7 +347,9 @@ class _Walk:
             m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
             k = shape_of(node.args[LEFT_OPERAND.get(node.target, 0)])[-1]  # type: ignore[index,arg-type]
         role: Role = "grad_input" if self._is_backward(node) else "output"
-        if reason == BATCHED_GRADIENT:
+        sides: Any = node.args[-2:]
+        no_weight = reason == BATCHED_WEIGHT and not any(map(expanded_parameter, sides))
+        if reason == BATCHED_GRADIENT or (no_weight and role == "grad_input"):
             role = "grad_weight"
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
 

@@ -189,7 +189,9 @@ def test_a_batched_matmul_with_a_parameter_says_so():
     """Forward, backward and inference; what is computed from parameters is an activation."""
     x = randn(2, 16, 32)
     wanted = {"batched matmul with a weight for each batch"}
-    assert {d.reason for d in report_of(Experts(), x).decisions} == wanted
+    decisions = report_of(Experts(), x).decisions
+    assert {d.reason for d in decisions} == wanted
+    assert sorted(d.role for d in decisions) == ["grad_input", "grad_weight", "output"]
     assert {row.reason for row in f8fx.explain(Experts(), x, select="all").rows} == wanted
     with torch.no_grad():
         assert {d.reason for d in report_of(Experts(), x).decisions} == wanted
