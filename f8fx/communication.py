@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from .fsdp.copies import Wanted
-from .fsdp.enable import GatherDecision
+from .fsdp.judge import GatherDecision
 from .interconnect import Interconnect
 from .options import Options
 from .step import Sharded

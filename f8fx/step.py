@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .fsdp.copies import Wanted
-from .fsdp.enable import GatherDecision, judge
 from .fsdp.formats import Format
+from .fsdp.judge import GatherDecision, judge
 from .options import Options
 from .torch_private import local_tensor
 from .wire import Call, World

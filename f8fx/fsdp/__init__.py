@@ -25,6 +25,7 @@ and what is made of what arrives. Here
 No module is swapped, and ``state_dict`` holds plain tensors.
 """
 
-from .enable import GatherDecision, enable_float8_all_gather, precompute_scales
+from .enable import enable_float8_all_gather, precompute_scales
+from .judge import GatherDecision
 
 __all__ = ["GatherDecision", "enable_float8_all_gather", "precompute_scales"]

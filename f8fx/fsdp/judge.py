@@ -1,0 +1,172 @@
+"""Which weights FSDP2 gathers in float8, and why others stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from f8fx import hardware
+from f8fx.options import Options
+from f8fx.torch_private import local_tensor
+
+from .formats import Format, formats_of
+from .shard import Float8Shard
+
+#: Sizes of a float8 gemm must be multiples of this.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class GatherDecision:
+    """One weight matrix and whether it is gathered in float8.
+
+    Attributes:
+        fqn: name of the parameter.
+        shape: of the whole weight; on a mesh with tensor parallelism, of its local part.
+        converted: whether it is gathered in float8.
+        reason: why, in a few words.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    converted: bool
+    reason: str
+
+
+@dataclass
+class Candidate:
+    """A 2-D parameter and everybody who holds it.
+
+    Attributes:
+        split: the parameter stands for a tensor-parallel one, of which a rank holds this part of the rows.
+    """
+
+    param: nn.Parameter
+    owners: list[tuple[str, nn.Module, str]]
+    split: int = 1
+
+    @property
+    def fqn(self) -> str:
+        module_fqn, _, name = self.owners[0]
+        return f"{module_fqn}.{name}" if module_fqn else name
+
+    @property
+    def local(self) -> Tensor:
+        return local_tensor(self.param) if isinstance(self.param, DTensor) else self.param
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a tensor-parallel weight, of its largest part: the same on all ranks."""
+        if isinstance(self.param, DTensor):
+            return self._part[0]
+        rows, *rest = self.local.shape
+        return (-(-rows // self.split), *rest)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether tensor parallelism has given ranks parts of different sizes."""
+        return isinstance(self.param, DTensor) and not self._part[1]
+
+    @property
+    def _part(self) -> tuple[tuple[int, ...], bool]:
+        """Sizes of the largest part of a DTensor, and whether all parts have them."""
+        assert isinstance(self.param, DTensor)
+        sizes, even = list(self.param.shape), True
+        for count, placement in zip(self.param.device_mesh.shape, self.param.placements, strict=True):
+            if isinstance(placement, Shard):
+                even = even and sizes[placement.dim] % count == 0
+                sizes[placement.dim] = -(-sizes[placement.dim] // count)
+        return tuple(sizes), even
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A 2-D parameter and the formats it is gathered in, none if it stays as it is."""
+
+    candidate: Candidate
+    formats: tuple[Format, ...]
+    decision: GatherDecision
+
+
+def judge(model: nn.Module, options: Options, split: int = 1) -> list[Verdict]:
+    """Which weights are gathered in float8: what :func:`enable_float8_all_gather` does and `explain` predicts.
+
+    Args:
+        split: see :class:`Candidate`; of parameters that are no DTensors.
+    """
+    judged: list[Verdict] = []
+    for candidate in _candidates(model, split):
+        formats = _judge(candidate, options)
+        reason = formats if isinstance(formats, str) else "converted"
+        kept = () if isinstance(formats, str) else formats
+        decision = GatherDecision(candidate.fqn, candidate.shape, bool(kept), reason)
+        judged.append(Verdict(candidate, kept, decision))
+    return judged
+
+
+def _candidates(model: nn.Module, split: int = 1) -> list[Candidate]:
+    by_param: dict[int, Candidate] = {}
+    for module_fqn, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.dim() == 2:
+                parts = 1 if isinstance(param, DTensor) else split
+                candidate = by_param.setdefault(id(param), Candidate(param, [], parts))
+                candidate.owners.append((module_fqn, module, name))
+    return list(by_param.values())
+
+
+def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
+    """The formats to gather a parameter in, or why it stays as it is."""
+    local = candidate.local
+    if isinstance(local, Float8Shard):
+        raise ValueError(
+            f"enable_float8_all_gather: {candidate.fqn!r} is gathered in float8 already; call it once, on the "
+            "outermost module"
+        )
+    if not all(_is_linear_weight(module, name) for _, module, name in candidate.owners):
+        shared = any(_is_linear_weight(module, name) for _, module, name in candidate.owners)
+        return (
+            "shared with a module that is no linear layer" if shared else "not the weight of a linear layer"
+        )
+    if isinstance(candidate.param, DTensor) and any(p.is_partial() for p in candidate.param.placements):
+        return "a partial DTensor"
+    if type(local) not in (Tensor, nn.Parameter):
+        return f"a {type(local).__name__}"
+    for fqn, _, _ in candidate.owners:
+        if any(part in fqn for part in options.filter_fqns):
+            return "filtered"
+        if options.only_fqns and not any(part in fqn for part in options.only_fqns):
+            return "filtered"
+    if local.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{str(local.dtype).removeprefix('torch.')} weight"
+    if not local.is_contiguous():
+        return "not contiguous"
+    if candidate.is_uneven:
+        return "split unevenly by tensor parallelism"
+    if not local.numel() or any(size % _ALIGNMENT for size in candidate.shape):
+        return f"not a multiple of {_ALIGNMENT}"
+    chosen = options.target or hardware.of_device(_device(local))
+    if not chosen.float8_dtypes:
+        return f"no float8 tensor cores on {chosen.name}"
+    try:
+        return formats_of(options.recipe, chosen)
+    except ValueError as error:
+        return str(error)
+
+
+def _is_linear_weight(module: nn.Module, name: str) -> bool:
+    """Whether all that the module does with the parameter is ``F.linear``."""
+    return name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _device(tensor: Tensor) -> torch.device:
+    if tensor.device.type != "meta":
+        return tensor.device
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
