@@ -113,9 +113,11 @@ def wrapped(
     """
     fetch = weights.cached if last else weights.reused
     wanted = [(copies.place.positions, copies.place.dim, copies.formats) for copies in inputs.copies]
+    first = wanted[0][0][0]
 
     def run(*args: Any) -> Any:
-        copies = fetch(
+        taken = weights.made_anew if is_fake(args[first]) else fetch
+        copies = taken(
             ([args[position] for position in positions], dim, forms) for positions, dim, forms in wanted
         )
         if training:

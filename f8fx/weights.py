@@ -145,6 +145,14 @@ def reused(wanted: Iterable[Wanted]) -> list[Tensor]:
     return result
 
 
+def made_anew(wanted: Iterable[Wanted]) -> list[Tensor]:
+    """The same, kept nowhere: of fake tensors, with which DDPOptimizer calls what it has compiled."""
+    result: list[Tensor] = []
+    for parameters, dim, formats in wanted:
+        result += _Copies(dim, in_place=False).made_anew(parameters, formats)
+    return result
+
+
 def _stream(parameter: Tensor, known: dict[torch.device, Any]) -> Any:
     """The current stream of the parameter's device, asked for once for each call of a graph."""
     device = parameter.device
@@ -215,6 +223,11 @@ class _Copies:
             tensors = [self.tensors[form] for form in formats]
             self.served[id(formats)] = formats, tensors
         return tensors
+
+    def made_anew(self, parameters: Sequence[Tensor], formats: Sequence[Format]) -> list[Tensor]:
+        """The tensors of these formats, whatever there was."""
+        self._renew(parameters, None, formats)
+        return [self.tensors[form] for form in formats]
 
     def _state(self, parameters: Sequence[Tensor], watches: Sequence[Watch]) -> Any:
         if len(parameters) == 1:

@@ -6,8 +6,8 @@ dimensions for batch and heads such a product is a ``bmm``; without, it looks li
 
 What cannot be told apart from a weight is no activation, so that no layer is lost: inputs of the graph and parts of
 them, what is computed from parameters and buffers alone (``w * mask``), or from data too but without contracting any
-(a custom operator that dequantizes), and what has as many elements as the parameter that it is computed from one by
-one (``w / sigma``, ``w - lr * grad``).
+(a custom operator that dequantizes), what has as many elements as the parameter that it is computed from one by
+one (``w / sigma``, ``w - lr * grad``), and parts of that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from .left import ACTIVATIONS, HELD
 from .operand import KEEP_VALUES
 from .parameters import OfParameters, contracts
+
+#: What gives parts of tensors, or puts them together.
+_PARTS = KEEP_VALUES | {torch.ops.aten.cat.default}
 
 
 class Activations:
@@ -28,31 +32,42 @@ class Activations:
         self.parameters = parameters
         self.found = _found(graph, parameters) if parameters.are_known else set()
 
-    def are_both(self, left: fx.Node, right: fx.Node) -> bool:
-        """Whether neither operand of a matmul can be its weight."""
+    def reason(self, left: fx.Node, right: fx.Node) -> str:
+        """Why a matmul is no layer; "" if it may be one."""
         if not self.parameters.are_known:
-            return False
-        if left is right:  # times its own transpose
-            return left not in self.parameters.all
-        # what modules and optimizers hold meets data in a layer
-        return any(left in nodes and right in nodes for nodes in (self.found, self.parameters.held))
+            return ""
+        held = self.parameters.held
+        if left in held and right in held:  # in a layer they would meet data
+            return HELD
+        both = left in self.found and right in self.found
+        with_itself = left is right and left not in self.parameters.all
+        return ACTIVATIONS if both or with_itself else ""
 
 
 def _found(graph: fx.Graph, parameters: OfParameters) -> set[fx.Node]:
     found: set[fx.Node] = set()
     likenesses = set(parameters.all)  # of parameters: as many elements
     has_weights = bool(parameters.all or parameters.held)
+    trains = any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
         if node.op != "call_function" or node in parameters.all or node in parameters.held:
             continue
         sources = node.all_input_nodes
-        if _is_elementwise(node) and any(s in likenesses and _is_as_large(s, node) for s in sources):
+        is_changed = _is_elementwise(node) and any(s in likenesses and _is_as_large(s, node) for s in sources)
+        is_part = node.target in _PARTS and sources and all(source in likenesses for source in sources)
+        if is_changed or is_part:
             likenesses.add(node)
-        elif contracts(node.target, custom=False) or any(source in found for source in sources):
+        elif contracts(node.target, custom=False) or any(_has_values(s) and s in found for s in sources):
             found.add(node)
-        elif sources and not has_weights and node.target not in KEEP_VALUES:
+        elif sources and not has_weights and not trains and node.target not in KEEP_VALUES:
             found.add(node)  # there is nothing that it could be a weight from
     return found
+
+
+def _has_values(node: fx.Node) -> bool:
+    """Whether a tensor's values go into what is computed from it: not those of an index or a mask, which choose."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -39,7 +39,7 @@ from . import fqn
 from .activations import Activations
 from .gemm import Gemm, Operand, Size, Unmatched
 from .identity import identity
-from .left import ACTIVATIONS, BATCHED, BATCHED_GRADIENT, BATCHED_MATRIX, BATCHED_WEIGHT, LEFT, LEFT_OPERAND
+from .left import BATCHED, BATCHED_GRADIENT, BATCHED_MATRIX, BATCHED_WEIGHT, LEFT, LEFT_OPERAND
 from .operand import (
     CASTS,
     base_of,
@@ -140,7 +140,7 @@ class _Walk:
         self.readers: dict[fx.Node, list[tuple[Gemm, OperandKind]]] = defaultdict(list)
         # why matmuls are left, by the number they share with their gradients
         self.batched: dict[int, str] = {}
-        self.no_layers: set[int] = set()
+        self.no_layers: dict[int, str] = {}
 
     def run(self) -> Found:
         for node in self.graph.nodes:
@@ -200,9 +200,9 @@ class _Walk:
             # what is left of attention when batch times heads is 1; an einsum has a weight
             self._leave(node, BATCHED)
             return
-        if node.target is not aten.bmm.default and self._is_no_layer(node, left, right):
-            self._leave(node, ACTIVATIONS)
-            self.no_layers.add(node.meta.get("seq_nr", -1))
+        if node.target is not aten.bmm.default and (reason := self._why_no_layer(node, left, right)):
+            self._leave(node, reason)
+            self.no_layers[node.meta.get("seq_nr", -1)] = reason
             return
         gemm = self._gemm(node, "output", fqn.of_node(node), left, right, kinds, node)
         self.readers[gemm.left.node].append((gemm, kinds[0]))
@@ -224,11 +224,11 @@ class _Walk:
         # where parameters are known, any other input is data
         return not parameters and _is_input(left) and not is_part_of_input(right)
 
-    def _is_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> bool:
-        """Whether a matmul is one of two activations, and no gradient that the model takes itself."""
-        if self.activations is None or not self.activations.are_both(left.node, right.node):
-            return False
-        return not any(self._forward_of(node, side) for side in (left, right))
+    def _why_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> str:
+        """Why a matmul is no layer, nor a gradient that the model takes itself; "" if it may be."""
+        reason = self.activations.reason(left.node, right.node) if self.activations is not None else ""
+        is_gradient = reason and any(self._forward_of(node, side) for side in (left, right))
+        return "" if is_gradient else reason
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node in self.of_parameters.weights or _is_input(node)
@@ -294,7 +294,7 @@ class _Walk:
         """Why a gradient is left that belongs to no layer."""
         if node.target is aten.bmm.default:
             return self._batched(node)
-        return ACTIVATIONS if node.meta.get("seq_nr") in self.no_layers else _NO_FORWARD
+        return self.no_layers.get(node.meta.get("seq_nr", -1), _NO_FORWARD)
 
     def _forward_of(self, node: fx.Node, shared: _Traced) -> tuple[Gemm, OperandKind] | None:
         """The forward matmul that reads `shared` and whose gradient `node` can be."""

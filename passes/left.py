@@ -9,6 +9,7 @@ import torch
 aten = torch.ops.aten
 
 ACTIVATIONS = "matmul of two activations"
+HELD = "matmul of buffers or of an optimizer's state"
 BATCHED = "batched matmul of two activations"
 BATCHED_WEIGHT = "batched matmul with a weight for each batch"
 BATCHED_MATRIX = "batched matmul with one matrix"

@@ -123,6 +123,7 @@ class OfParameters:
 def of_parameters(graph: fx.Graph) -> OfParameters:
     """The nodes of a graph that depend on parameters, or on what else modules hold, and on nothing else."""
     found = OfParameters()
+    constants: set[fx.Node] = set()  # computed from nothing: the triangle of ``tril``, ``eye``
     for node in graph.nodes:
         if is_given(node):
             found.are_known |= _PARAMETER in node.meta
@@ -131,12 +132,18 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
                 found.all.add(node)
             elif node.meta.get(_HELD):
                 found.held.add(node)
-        elif node.op == "call_function" and node.all_input_nodes and not _is_repeated(node):
-            sources = node.all_input_nodes
-            if all(source in found.all for source in sources):
+        elif node.op == "call_function":
+            sources = [source for source in node.all_input_nodes if source not in constants]
+            if not sources:
+                if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+                    constants.add(node)
+            elif _is_repeated(node):
+                continue
+            elif all(source in found.all for source in sources):
                 found.all.add(node)
                 contracting = contracts(node.target, custom=True)
-                if not contracting and all(source in found.weights for source in sources):
+                is_plain = len(sources) == len(node.all_input_nodes)
+                if is_plain and not contracting and all(source in found.weights for source in sources):
                     found.weights.add(node)
             elif all(source in found.all or source in found.held for source in sources):
                 found.held.add(node)

@@ -242,7 +242,9 @@ class Decoder(nn.Module):
 
     Weights start from a normal distribution of standard deviation 0.02; the projections that write
     to the residual stream (``o_proj``, ``down_proj``) from one smaller by sqrt(2 * layers), as in
-    GPT-2, so that the stream's variance does not grow with depth.
+    GPT-2, so that the stream's variance does not grow with depth. Embeddings start from one of 1, as in TorchTitan's
+    Llama, unless they are the output projection too: the first norms amplify the gradients of a stream as
+    small as 0.02, and the rounding errors in them, fifty times.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -259,6 +261,8 @@ class Decoder(nn.Module):
                 nn.init.normal_(weight, std=std)
         if config.tied:
             self.output.weight = self.embedding.weight
+        else:
+            nn.init.normal_(self.embedding.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [B, S] -> logits [B, S, V] of each next token.

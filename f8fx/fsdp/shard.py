@@ -184,6 +184,7 @@ class Float8Shard(torch.Tensor):
         """
         self.check_device()
         weight = self.weight
+        weight.copies.stays_in_memory(self)
         source = mp_policy.param_dtype or self.dtype
         layout = Layout(self.plain, tuple(outer_size), mesh)
         scales = weight.scales(self, mesh, source)

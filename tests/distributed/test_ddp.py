@@ -50,6 +50,21 @@ def gradients_of_the_plain_model_and_no_more_saved_than_in_bf16():
     assert 0 < saved <= saved_bytes(call(x), model)
 
 
+def weights_that_are_kept_have_the_same_gradients():
+    """DDPOptimizer calls each part that it has compiled with fake tensors, to know what the next one is given."""
+    x, grad = randn(16, 256), randn(16, 256, grad=False, seed=1)
+    model, call = parallel()
+    want = gradients(model, call, x, grad)
+    with torch.no_grad():
+        output = call(x)
+    model, call = parallel(weights="reused")
+    for _ in range(2):
+        assert_same(want, gradients(model, call, x, grad))
+    model, call = parallel(weights="cached")
+    with torch.no_grad():
+        assert torch.equal(call(x), output) and torch.equal(call(x), output)
+
+
 def checkpointed_blocks_save_what_they_save_in_bf16_and_scales():
     x, grad = randn(16, 256), randn(16, 256, grad=False, seed=1)
     model = Net()
@@ -70,6 +85,7 @@ def test_two_ranks():
         2,
         [
             gradients_of_the_plain_model_and_no_more_saved_than_in_bf16,
+            weights_that_are_kept_have_the_same_gradients,
             checkpointed_blocks_save_what_they_save_in_bf16_and_scales,
         ],
     )

@@ -97,6 +97,20 @@ def state_dict_of_uneven_shards_shares_memory():
             assert storage_key(local(state[name])) == storage_key(local(now)), (float8, name)
 
 
+def views_of_uneven_shards_follow_a_load():
+    """Those taken after the first forward; no state dict of the model was asked for."""
+    for float8 in (False, True):
+        setup = Setup("tensorwise", world_mesh(), float8, net={"dim": 64, "hidden": 80})
+        loaded = setup.build().state_dict()
+        model = setup.build()
+        train(model, 1)
+        views = {name: p.detach() for name, p in model.named_parameters()}
+        model.load_state_dict(loaded)
+        train(model, 1)
+        for name, now in model.named_parameters():
+            assert torch.equal(local(views[name]), local(now)), (float8, name)
+
+
 def loaded_weights_are_gathered():
     """By copy and by assignment, into a model that has run before."""
     other = Net().to(bf16)
@@ -216,5 +230,12 @@ def test_two_ranks():
 def test_another_world_size_resumes(tmp_path):
     """Saved by two ranks, resumed by three and by one: shards of other sizes, the same weights."""
     run_checks(2, [partial(save, str(tmp_path))])
-    run_checks(3, [partial(resumed_by_others, str(tmp_path)), state_dict_of_uneven_shards_shares_memory])
+    run_checks(
+        3,
+        [
+            partial(resumed_by_others, str(tmp_path)),
+            state_dict_of_uneven_shards_shares_memory,
+            views_of_uneven_shards_follow_a_load,
+        ],
+    )
     run_checks(1, [partial(resumed_by_others, str(tmp_path))])

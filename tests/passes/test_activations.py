@@ -12,6 +12,7 @@ import f8fx
 from tests.helpers import bf16, compiled, randn, recording, report_of
 
 LEFT = "matmul of two activations"
+HELD = "matmul of buffers or of an optimizer's state"
 
 
 def linear(columns: int = 32, rows: int = 32) -> nn.Linear:
@@ -99,7 +100,17 @@ def test_a_compiled_step_of_an_optimizer_is_left():
     with recording() as reports:
         compiled(optimizer.step)()
     (report,) = reports
-    assert told(report, False) == [f"output: {LEFT}"] * 30 and not told(report, True)
+    assert {d.reason for d in report.decisions} <= {LEFT, HELD} and len(report.decisions) == 30
+
+
+def test_a_product_of_buffers_is_left():
+    """Such as a frozen low-rank update, merged in the graph: the layer that reads it is one."""
+    net = linear()
+    a, b = (nn.Buffer(randn(*shape, grad=False)) for shape in ((16, 32), (32, 16)))
+    net.a, net.b = a, b
+    report = report_of(lambda x: F.linear(torch.tanh(net(x)), net.weight + net.b @ net.a), randn(16, 32))
+    assert told(report, False) == [f"output: {HELD}"]
+    assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
 
 
 def test_a_matrix_with_itself_is_left():
@@ -144,6 +155,64 @@ def test_a_weight_that_is_computed_with_buffers_is_a_weight(layer):
     net = nn.Sequential(linear(), nn.Tanh(), layer())
     report = report_of(net, randn(16, 32))
     assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
+
+
+@pytest.mark.parametrize("how", ["matrix_exp", "cayley", "householder"])
+def test_a_weight_that_is_computed_with_constants_is_a_weight(how):
+    """The triangle of ``tril`` and the identity are computed from nothing."""
+    layer = nn.Linear(32, 32, bias=False)  # the decompositions want float32
+    net = nn.Sequential(linear(), nn.Tanh(), parametrizations.orthogonal(layer, orthogonal_map=how))
+
+    def fn(x):
+        with torch.autocast("cpu", bf16):
+            return net(x)
+
+    with recording() as reports:
+        compiled(fn, fullgraph=False)(randn(16, 32)).sum().backward()
+    layers = [d for report in reports for d in report.decisions if d.fqn in ("0", "2")]
+    assert {d.converted for d in layers} == {True} and len(layers) == 6
+
+
+def test_a_weight_that_a_graph_without_parameters_changes_is_a_weight():
+    """After a graph break all that it gets are plain tensors."""
+    first, w = linear(), nn.Parameter(randn(32, 32, grad=False))
+
+    def fn(x):
+        h, product = first(x), w * 0.5
+        torch._dynamo.graph_break()
+        return F.layer_norm(h, (32,)) @ (product * 2)
+
+    with recording() as reports:
+        compiled(fn, fullgraph=False)(randn(16, 32)).sum().backward()
+    assert told(reports[-1], True) == ["grad_input", "grad_weight", "output"]
+
+
+def test_parts_of_updated_weights_are_weights():
+    """Fast weights in one vector, of two steps."""
+    flat = nn.Parameter(randn(2 * 16 * 16, grad=False))
+
+    def fn(x, gradient):
+        fast = flat - 0.1 * (gradient.t() @ x).flatten().repeat(2)
+        w1, w2 = fast.split(256)
+        w1, w2 = (w - 0.1 * (gradient.t() @ x).flatten() for w in (w1, w2))
+        return F.linear(torch.tanh(F.linear(x, w1.view(16, 16))), w2.view(16, 16))
+
+    with torch.no_grad():
+        report = report_of(fn, randn(32, 16), randn(32, 16))
+    layers = [d for d in report.decisions if (d.m, d.k, d.n) == (32, 16, 16)]
+    assert [d.converted for d in layers] == [True, True]
+
+
+def test_a_weight_that_data_chooses_is_a_weight():
+    experts, router = nn.Parameter(randn(4, 32, 32, grad=False)), linear(32, 4)
+
+    def fn(x):
+        chosen = experts.index_select(0, router(x[:1]).argmax(-1))[0]
+        return torch.tanh(F.linear(x, chosen)) @ chosen
+
+    report = report_of(fn, randn(16, 32), pad="never")
+    layers = [d for d in report.decisions if 4 not in (d.m, d.k, d.n)]
+    assert {d.converted for d in layers} == {True} and len(layers) == 6
 
 
 class Packed(nn.Module):
