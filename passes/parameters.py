@@ -123,7 +123,7 @@ class OfParameters:
 def of_parameters(graph: fx.Graph) -> OfParameters:
     """The nodes of a graph that depend on parameters, or on what else modules hold, and on nothing else."""
     found = OfParameters()
-    constants: set[fx.Node] = set()  # computed from nothing: the triangle of ``tril``, ``eye``
+    fixed: set[fx.Node] = set()  # computed from nothing: the triangle of ``tril``, ``eye``
     for node in graph.nodes:
         if is_given(node):
             found.are_known |= _PARAMETER in node.meta
@@ -133,10 +133,10 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             elif node.meta.get(_HELD):
                 found.held.add(node)
         elif node.op == "call_function":
-            sources = [source for source in node.all_input_nodes if source not in constants]
+            sources = [source for source in node.all_input_nodes if source not in fixed]
             if not sources:
                 if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-                    constants.add(node)
+                    fixed.add(node)
             elif _is_repeated(node):
                 continue
             elif all(source in found.all for source in sources):
