@@ -44,7 +44,7 @@ def compared(hw: Hardware, calibration: Calibration, rows: Sequence[Row], cuda: 
     """
     found = []
     for recipe in variants.RECIPES:
-        chosen = Recipe.named(recipe) if cuda is None else as_run(Recipe.named(recipe), cuda)
+        chosen = Recipe.named(recipe) if cuda is None else as_run(Recipe.named(recipe), hw, cuda)
         formulas = [sweep_formula(hw, calibration, chosen, float8) for float8 in (False, True)]
         for row in rows:
             if row["recipe"] == recipe and is_measured(row):

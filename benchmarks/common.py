@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import f8fx
+from f8fx import canary
 from f8fx.doctor import version_of
 from f8fx.hardware import of_device
 
@@ -125,7 +126,10 @@ def _cpu_name() -> str:
 
 
 def stamp(device: torch.device) -> dict[str, Any]:
-    """Where and with what a result was measured. No host names, no paths."""
+    """Where and with what a result was measured. No host names, no paths.
+
+    Generated kernels of a GPU are checked here, if they never were: once per machine, and in no measured time.
+    """
     code, changed = commit()
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -152,6 +156,7 @@ def stamp(device: torch.device) -> dict[str, Any]:
         result["sms"] = properties.multi_processor_count
         result["l2_bytes"] = getattr(properties, "L2_cache_size", None)
         result["memory_bytes"] = properties.total_memory
+        result["canaries"] = str(canary.verdict_on(device)) if canary.applies(device) else None
     return result
 
 

@@ -17,6 +17,7 @@ import sympy
 from f8fx.calibration import Calibration, own_calibration
 from f8fx.cost import CostModel, K, M, N
 from f8fx.hardware import Hardware
+from f8fx.passes import rowwise_scales_on
 from f8fx.recipe import GemmSpec, Recipe
 
 from . import ceilings, variants
@@ -176,16 +177,14 @@ def calibrated(
     for name, constants in CAST_CONSTANTS.items():
         rows = [row for row in sweep_rows if row["recipe"] == name and is_measured(row)]
         if len(rows) > len(constants):
-            calibration = _fit_casts(hw, calibration, as_run(Recipe.named(name), cuda), rows, constants)
+            calibration = _fit_casts(hw, calibration, as_run(Recipe.named(name), hw, cuda), rows, constants)
             found += constants
     return Fitted(hw, calibration, tuple(found), gemm_error)
 
 
-def as_run(recipe: Recipe, cuda: str | None) -> Recipe:
-    """The recipe as f8fx runs it with that CUDA (``passes.best_rowwise_scales``)."""
-    if cuda is not None and tuple(int(part) for part in cuda.split(".")[:2]) < (12, 9):
-        return recipe
-    return in_gemm(recipe)
+def as_run(recipe: Recipe, hw: Hardware, cuda: str | None) -> Recipe:
+    """The recipe as f8fx runs it on that hardware with that CUDA."""
+    return in_gemm(recipe) if rowwise_scales_on(hw, cuda) == "in_gemm" else recipe
 
 
 def is_measured(row: Row) -> bool:

@@ -40,7 +40,7 @@ VERSIONS = ("f8fx", "unclamped", "tuned", "inductor", "torchao")
 FP8 = torch.float8_e4m3fn
 
 #: Bytes of the sources that calls rotate among; the L2 cache of an H200 has 50 to 60 MiB.
-ROTATED_BYTES, MOST_SOURCES = 256 << 20, 32
+ROTATED_BYTES, MOST_SOURCES = 256 << 20, 128
 
 Version = Callable[[], Any]
 Sources = Sequence[Tensor]

@@ -41,6 +41,8 @@ STEPS, QUICK_STEPS = 2000, 120
 REFERENCE, OTHER_SEED = "bf16", "bf16, other seed"
 #: Seconds that are kept for writing a checkpoint.
 _CHECKPOINT_S = 40.0
+#: Seconds below which no run is begun: a compile, and some steps.
+_START_S = 20.0
 #: Losses are compared as means over so many steps: a single batch says little.
 _WINDOW_SHARE = 40
 
@@ -329,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.only:
         if recorder.has(run=name, finished=True):
             console.print(f"{name}: on record already.")
-        elif budget.left > _CHECKPOINT_S:
+        elif budget.left > (_CHECKPOINT_S if args.checkpoints else _START_S):
             recorder.add(run(name, setting, corpus, budget, args.checkpoints))
     recorder.rows = list(latest(recorder.rows).values())
     complete = all(recorder.has(run=name, finished=True) for name in CONTENDERS)

@@ -22,8 +22,8 @@ next safer form, until one passes:
 with the transposed store; ``separate`` turns mix-order reductions off; ``composed`` makes the same of Inductor's own kernels; ``definition`` calls eager PyTorch out of the compiled code:
 slow, and right.
 
-Results are kept in the process and, beside Inductor's cache, on disk, under the device's name and the versions of torch,
-Triton and f8fx. What was chosen is part of the key of every graph compiled with anything but the first form. A launch
+Results are kept in the process and, unless a kernel raised (for want of memory, say), beside Inductor's cache on disk,
+under the device's name and the versions of torch, Triton and f8fx. What was chosen is part of the key of every graph compiled with anything but the first form. A launch
 configuration that autotuning picks later, for other sizes, is not covered.
 """
 
@@ -86,12 +86,15 @@ class Verdict:
         forms: the form in which each kind of kernel is compiled.
         failures: what went wrong in the forms that were passed over, in sentences.
         seconds: how long it took; 0 for a verdict from disk.
+        lasting: whether it is one on these versions, for other processes, too. A kernel that raised may have done so
+            for want of memory.
     """
 
     device: str
     forms: Mapping[str, Form]
     failures: tuple[str, ...] = ()
     seconds: float = 0.0
+    lasting: bool = True
 
     @property
     def ok(self) -> bool:
@@ -123,6 +126,7 @@ def check(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
     start = time.perf_counter()
     chosen: dict[str, Form] = {}
     failures: list[str] = []
+    raised = False
     try:
         types = of_device(device).float8_dtypes
         functions = cases(device, types["e4m3"], types["e5m2"])
@@ -134,14 +138,20 @@ def check(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
                 if wrong is None:
                     chosen[kind] = form
                     break
+                raised |= isinstance(wrong, _Raised)
                 failures.append(f"{kind} in its form {form!r}: {wrong}")
     except Exception as error:  # an unknown device, say: then nothing is known to be right
+        raised = True
         failures.append(f"the check itself failed: {type(error).__name__}: {error}")
         chosen = {kind: forms[-1] for kind, forms in FORMS.items()}
-    verdict = Verdict(_name(device), chosen, tuple(failures), time.perf_counter() - start)
+    verdict = Verdict(_name(device), chosen, tuple(failures), time.perf_counter() - start, not raised)
     if not verdict.ok:
         _warn(verdict)
     return verdict
+
+
+class _Raised(str):
+    """A failure that is an exception, not a difference."""
 
 
 def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: CompileFx) -> str | None:
@@ -161,7 +171,9 @@ def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: 
                     if not _same(want, got):
                         return f"output {index} of {case.name!r} differs from its definition"
         except Exception as error:
-            return f"{case.name!r} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return _Raised(
+                f"{case.name!r} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            )
     return None
 
 
@@ -231,7 +243,8 @@ def verdict_on(device: torch.device, compile_fx: CompileFx | None = None) -> Ver
 
                 register()
                 found = check(device, compile_fx)
-                _store(device, found)
+                if found.lasting:
+                    _store(device, found)
             elif not found.ok:
                 _warn(found)
             _VERDICTS[device] = found

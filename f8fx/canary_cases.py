@@ -140,8 +140,8 @@ def data(
     """
     generator = torch.Generator().manual_seed(0)
     rows, columns = shape
-    x = torch.randn(shape, generator=generator)
-    x *= torch.exp2(torch.randint(-12, 1, shape, generator=generator).float())
+    x = torch.randn(shape, generator=generator, device="cpu")
+    x *= torch.exp2(torch.randint(-12, 1, shape, generator=generator, device="cpu").float())
     x.clamp_(-2, 2)
     y = x.flip(0).roll(1, 1).contiguous()
     for index in range(max(rows, columns)):

@@ -32,7 +32,7 @@ from .interconnect import INTERCONNECTS
 from .options import Options
 from .parallelized import Parallelize, parallelized
 from .partition import Partitioner
-from .passes import Pipeline
+from .passes import Pipeline, rowwise_scales_on
 from .recipe import Role
 from .report import Decision, GraphReport, MergeDecision
 
@@ -283,7 +283,7 @@ def _explained(
 
     like_gpu = parsed.target is not None and parsed.target.name != "cpu"
     traces = explain_trace.trace(
-        model, args, kwargs, _pipeline(parsed, like_gpu), Partitioner(parsed.save), like_gpu, dynamic
+        model, args, kwargs, _pipeline(parsed), Partitioner(parsed.save), like_gpu, dynamic
     )
     target_names = sorted({trace.report.target for trace in traces if trace.report.target})
     explanation = Explanation(
@@ -313,9 +313,11 @@ def _explained(
     return explanation
 
 
-def _pipeline(options: Options, like_gpu: bool) -> Pipeline:
-    if like_gpu and options.rowwise_scales is None:
-        return options.pipeline(predict=True, rowwise_scales=lambda device: "in_gemm")
+def _pipeline(options: Options) -> Pipeline:
+    """The passes, as they run on the target."""
+    if options.target is not None and options.target.name != "cpu" and options.rowwise_scales is None:
+        scales = rowwise_scales_on(options.target)
+        return options.pipeline(predict=True, rowwise_scales=lambda device: scales)
     return options.pipeline(predict=True)
 
 

@@ -37,7 +37,6 @@ from torch import fx
 from f8fx.hardware import Hardware
 from f8fx.recipe import Recipe
 from f8fx.report import GraphReport
-from f8fx.torch_private import supports_rowwise_scaled_mm
 
 from . import halves
 from .amax_both import AmaxBoth
@@ -56,6 +55,7 @@ from .one_read import OneRead
 from .parameters import constants as constant_parameters
 from .quantize import Quantize, RowwiseScales
 from .reuse import Reuse, WeightInputs
+from .rowwise import best_rowwise_scales, rowwise_scales_on
 from .select import FilterError, Policy, Select
 from .share import Share, unfolded
 from .tags import Tags
@@ -83,6 +83,7 @@ __all__ = [
     "best_rowwise_scales",
     "check",
     "describe",
+    "rowwise_scales_on",
 ]
 
 
@@ -243,21 +244,6 @@ class Pipeline:
         report.decisions = [decision(skip) for skip in skips]
         report.target = _target_name(self.select, found)
         return report
-
-
-def best_rowwise_scales(device: torch.device) -> RowwiseScales:
-    """Where this torch applies rowwise scales on a device.
-
-    In the gemm where the library scales its accumulator at full speed with exact accumulation too: cuBLASLt
-    since CUDA 12.9 (before that ``_scaled_mm`` took a CUTLASS kernel, which torchao found too slow), hipBLASLt.
-    The CPU's gemm is for tests: it does as torchao does, to the bit.
-    """
-    if device.type == "cpu":
-        return "torchao" if supports_rowwise_scaled_mm("cpu") else "after"
-    built = torch.version.cuda
-    if built is not None and tuple(int(part) for part in built.split(".")[:2]) < (12, 9):
-        return "torchao"
-    return "in_gemm"
 
 
 def _read_rounded(names: list[str]) -> str:

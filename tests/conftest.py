@@ -37,6 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (item.path.parent.name == "passes", item.path != first))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """When all files that are to run have been imported."""
+    import tests.preloaded  # noqa: F401
+
+
 @pytest.fixture
 def casts(monkeypatch):
     """Shapes of what is cast, while a test runs."""

@@ -17,21 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-_PRELOADED = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "f8fx.backend",
-    "f8fx.fsdp",
-)
-
 
 def start(count: int, work: Callable[..., None], *args: Any) -> list[BaseProcess]:
     """That many processes, which call ``work(0, *args)``, ``work(1, *args)``, ..."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED])
+    context.set_forkserver_preload(["tests.preloaded"])
     processes: list[BaseProcess] = [
         context.Process(target=work, args=(number, *args), daemon=True) for number in range(count)
     ]

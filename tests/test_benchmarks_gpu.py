@@ -379,9 +379,11 @@ def test_the_gpu_command_gives_each_part_its_share_and_goes_on_where_it_stopped(
     command = ["--results", str(tmp_path), "--archive", str(packed)]
     assert gpu.main(command) == 1
     assert [name for name, _ in on_a_gpu] == [part.name for part in gpu.PARTS]
-    shares = sum(part.share for part in gpu.PARTS)
-    assert on_a_gpu[0][1] == pytest.approx(520 * gpu.PARTS[0].share / shares, abs=1)
-    assert on_a_gpu[-1][1] == pytest.approx(520, abs=5)  # nobody else is left, and nothing was used
+    shares, ends = sum(part.share for part in gpu.PARTS), gpu.GRACE_S + gpu.STOP_S
+    assert on_a_gpu[0][1] == pytest.approx((gpu.BUDGET_S - ends) * gpu.PARTS[0].share / shares, abs=1)
+    assert on_a_gpu[-1][1] == pytest.approx(
+        gpu.BUDGET_S - ends, abs=5
+    )  # nobody else is left, and nothing was used
     (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
     assert json.loads(path.read_text())["summary"]["failed"] == ["ablations"]
     with tarfile.open(packed) as archive:
@@ -397,7 +399,8 @@ def test_the_gpu_command_gives_each_part_its_share_and_goes_on_where_it_stopped(
 
 
 def test_a_part_that_would_not_get_to_its_first_row_is_left_for_the_next_run(on_a_gpu, tmp_path):
-    gpu.main(["--results", str(tmp_path), "--budget-s", "60"])
+    seconds = 40 + gpu.GRACE_S + gpu.STOP_S
+    gpu.main(["--results", str(tmp_path), "--budget-s", str(int(seconds))])
     assert [name for name, _ in on_a_gpu] == [p.name for p in gpu.PARTS if p.least <= 40]
     (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
     rows = {row["part"]: row for row in json.loads(path.read_text())["rows"]}

@@ -58,7 +58,7 @@ def _ceilings(noise: float = 0.0) -> list[dict[str, Any]]:
 def _sweep() -> list[dict[str, Any]]:
     rows = []
     for name in variants.RECIPES:
-        recipe = fitting.as_run(Recipe.named(name), CUDA)
+        recipe = fitting.as_run(Recipe.named(name), ACTUAL, CUDA)
         formulas = [fitting.sweep_formula(ACTUAL, TRUE, recipe, float8) for float8 in (False, True)]
         for case in linear_sweep.cases((1024, 4096, 8192), quick=False):
             if case["recipe"] == name:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import f8fx
-from f8fx import canary, lowerings
+from f8fx import canary, canary_cases, lowerings
 from f8fx.canary import FORMS, Verdict
 from f8fx.kernels import cast
 from tests.helpers import bf16, compiled, randn
@@ -162,6 +162,29 @@ def test_a_kernel_that_does_not_compile_counts_as_wrong():
     with pytest.warns(UserWarning, match="'cast' failed: RuntimeError: ptxas died"):
         verdict = canary.check(CPU, compile_fx)
     assert verdict.forms == {kind: forms[-1] for kind, forms in FORMS.items()}
+
+
+def test_what_raised_is_not_held_against_the_versions(monkeypatch):
+    """A GPU was full, say: the next process tries again. Bytes that differ will differ there, too."""
+
+    def compile_fx(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.warns(UserWarning, match="OutOfMemoryError"):
+        assert not canary.verdict_on(CPU, compile_fx).ok
+    assert not canary.verdict_on(CPU).ok and canary._load(CPU) is None
+    canary._VERDICTS.clear()
+    with pytest.warns(UserWarning, match="differs from its definition"):
+        canary.verdict_on(
+            CPU, lambda graph, inputs, **kwargs: lambda *args: [x.flip(0) for x in graph(*args)]
+        )
+    assert canary._load(CPU) is not None
+
+
+def test_the_data_is_made_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        x, y = canary_cases.data((4, 4), CPU)
+    assert x.device == y.device == CPU
 
 
 def test_a_later_process_reads_the_result(monkeypatch):

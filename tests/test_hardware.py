@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from f8fx import hardware
+from f8fx.passes import best_rowwise_scales
 
 
 def test_names() -> None:
@@ -139,6 +140,24 @@ def test_no_float8_before_sm89(monkeypatch: pytest.MonkeyPatch, capability: tupl
 def test_no_float8_where_nothing_was_tried(device: str) -> None:
     hw = hardware.of_device(torch.device(device))
     assert hw.name == device and not hw.float8_tensor_cores and not hw.float8_dtypes and not hw.granularities
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "expected"),
+    [
+        ((9, 0), "12.8", "torchao"),
+        ((9, 0), "12.9", "in_gemm"),
+        ((9, 0), "13.0", "in_gemm"),
+        ((10, 0), "12.8", "in_gemm"),
+        ((12, 0), "13.0", "in_gemm"),
+        ((8, 9), "13.0", "torchao"),
+    ],
+)
+def test_where_rowwise_scales_are_applied(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cuda: str, expected: str
+) -> None:
+    _pretend(monkeypatch, "NVIDIA Something", capability, cuda)
+    assert best_rowwise_scales(torch.device("cuda")) == expected
 
 
 def test_rowwise_needs_a_recent_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,21 @@
+"""What takes long to import, imported; and put out of the garbage collector's sight.
+
+Torch, Dynamo and Inductor are 400,000 objects that live as long as the process. A compilation makes so many objects
+that the collector runs again and again; with those to look at, too, it takes a fifth of the tests' time.
+"""
+
+import atexit
+import gc
+
+import torch._dynamo
+import torch._inductor.compile_fx
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # noqa: F401
+
+import f8fx.backend
+import f8fx.fsdp  # noqa: F401
+
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # so that extensions that count what is left find nothing
