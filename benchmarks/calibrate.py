@@ -90,7 +90,7 @@ def points_grid(before: Sequence[Row], after: Sequence[Row]) -> Grid:
 
 def to_write(fitted: Fitted, start: Calibration) -> list[str]:
     """Lines for the source: constants that a fit found, with what they were."""
-    lines = [f"launch_overhead = {fitted.hardware.launch_overhead:.2e}  # f8fx/hardware.py"]
+    lines = [f"launch_overhead = {fitted.hardware.launch_overhead:.2e}  # f8fx/hardware_table.py"]
     for name in fitted.found:
         value = getattr(fitted.calibration, name)
         text = f"{value:.0f}" if value > 10 else f"{value:.3f}"
@@ -147,11 +147,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _hardware(device: str) -> Hardware:
     """The entry for a device's name, such as "NVIDIA H200"."""
-    wanted = common.slug(device)
-    for hw in hardware.HARDWARE.values():
-        if any(common.slug(name) in wanted for name in (hw.name, *hw.aliases)):
-            return hw
-    raise SystemExit(f"{device} is not in the hardware table: name an entry with --hardware")
+    try:
+        return hardware.find(device)
+    except ValueError as error:
+        raise SystemExit(f"{device} is not in the hardware table: name an entry with --hardware") from error
 
 
 def report(results: Sequence[Result], hw: Hardware) -> None:

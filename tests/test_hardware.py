@@ -12,7 +12,8 @@ from f8fx.passes import best_rowwise_scales
 
 
 def test_names() -> None:
-    assert hardware.names() == ("a100", "l40s", "rtx4090", "h100", "h200", "b200", "rtx5090", "mi300x", "cpu")
+    hopper = ("h100", "h100-pcie", "h100-nvl", "h20", "h200", "h200-nvl")
+    assert hardware.names() == ("a100", "l40s", "rtx4090", *hopper, "b200", "rtx5090", "mi300x", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -29,8 +30,12 @@ def test_names() -> None:
         ("sm_120", "rtx5090"),
         # as torch.cuda.get_device_name() gives them
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100"),
-        ("h100-pcie", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("h100-pcie", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("A100-SXM4-80GB", "a100"),
         ("NVIDIA GH200 480GB", "h200"),
@@ -108,6 +113,12 @@ def _pretend(
         ("NVIDIA A100-SXM4-80GB", (8, 0), "a100"),
         ("NVIDIA H100 80GB HBM3", (9, 0), "h100"),
         ("NVIDIA H200", (9, 0), "h200"),
+        ("NVIDIA H200 NVL", (9, 0), "h200-nvl"),
+        ("NVIDIA H100 PCIe", (9, 0), "h100-pcie"),
+        ("NVIDIA H100 NVL", (9, 0), "h100-nvl"),
+        ("NVIDIA H20", (9, 0), "h20"),
+        ("NVIDIA H800", (9, 0), "h100"),
+        ("NVIDIA GH200 480GB", (9, 0), "h200"),
         ("NVIDIA B200", (10, 0), "b200"),
         ("NVIDIA L40S", (8, 9), "l40s"),
         ("NVIDIA GeForce RTX 4090", (8, 9), "rtx4090"),

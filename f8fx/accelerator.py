@@ -1,0 +1,67 @@
+"""What is said of an accelerator in the hardware table (:mod:`f8fx.hardware`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Float8Format = Literal["e4m3", "e5m2"]
+Granularity = Literal["tensorwise", "rowwise"]
+
+#: (major, minor) for NVIDIA, the gcn architecture's name for AMD, ``None`` for the CPU.
+Capability = tuple[int, int] | str | None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator.
+
+    Attributes:
+        name: the table's key.
+        aliases: other names :func:`f8fx.hardware.find` takes; a CUDA device whose name contains the key or an
+            alias is this accelerator (the longest such name counts).
+        capability: (major, minor) on NVIDIA, gcn architecture on AMD, ``None`` on CPU.
+        float8_dtypes: format -> torch dtype that ``torch._scaled_mm`` takes here; empty where it
+            takes none. The CPU has them: ``torch._scaled_mm`` emulates float8 there.
+        float8_tensor_cores: whether float8 gemms can be faster than bfloat16 ones at all.
+        granularities: what ``torch._scaled_mm`` takes here.
+        rowwise_cuda: oldest CUDA version torch may be built with for ``"rowwise"``; ``None`` where
+            any version will do. :func:`f8fx.hardware.of_device` drops ``"rowwise"`` on an older build.
+        any_operand_layout: whether the *hardware's* float8 gemm takes every operand layout, or only
+            both operands K-major ("NT": row-major left, column-major right). Note that the fake
+            kernel of ``aten._scaled_mm`` (``torch._meta_registrations.meta_scaled_mm``, 2.13) asks
+            for NT on every device but the CPU, whatever the hardware can do; so the passes make the
+            transposed copies everywhere, and the cost model counts them.
+        bf16_flops, fp8_flops: dense peaks with float32 accumulation, FLOP/s; ``fp8_flops`` is 0
+            where there is no float8.
+        memory_bandwidth: bytes/s.
+        launch_overhead: seconds that the smallest kernel takes on the device.
+        l2_bytes: size of the last cache shared by all multiprocessors.
+        sms: streaming multiprocessors (NVIDIA), compute units (AMD), cores (CPU, nominal).
+        sources: figure -> where it comes from.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    capability: Capability
+    float8_dtypes: Mapping[Float8Format, torch.dtype]
+    float8_tensor_cores: bool
+    granularities: tuple[Granularity, ...]
+    any_operand_layout: bool
+    bf16_flops: float
+    fp8_flops: float
+    memory_bandwidth: float
+    launch_overhead: float
+    l2_bytes: int
+    sms: int
+    rowwise_cuda: tuple[int, int] | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.capability, self.granularities))
+
+    def __str__(self) -> str:
+        return self.name
