@@ -64,8 +64,18 @@ class Part:
 
 
 def _tests() -> Part:
-    # the one file, since others need packages that a GPU machine may lack
-    command = ["pytest", "tests/test_gpu.py", "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider"]
+    # these files, since others need packages that a GPU machine may lack
+    command = [
+        "pytest",
+        "tests/test_gpu.py",
+        "tests/test_gpu_nccl.py",
+        "-m",
+        "gpu",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+    ]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(TEST_PROCESSES)]
     return Part("tests", tuple(command), 120, 60, keeps=False, env={"TORCHINDUCTOR_COMPILE_THREADS": "2"})
