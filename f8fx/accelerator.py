@@ -60,6 +60,15 @@ class Hardware:
     rowwise_cuda: tuple[int, int] | None = None
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def grouped_gemm(self) -> bool:
+        """Whether ``torch._scaled_grouped_mm`` takes float8 with float32 scales here.
+
+        torch compiles that kernel for Hopper alone (pytorch aten/src/ATen/native/cuda/ScaledGroupMM.cu; pull request
+        188063 would add Blackwell). On a CPU f8fx has a definition of its own (:mod:`kernels.grouped`).
+        """
+        return self.capability in ((9, 0), None)
+
     def __hash__(self) -> int:
         return hash((self.name, self.capability, self.granularities))
 

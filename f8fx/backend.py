@@ -214,7 +214,7 @@ def _run_with_weights(
 ) -> Callable[..., Any]:
     """Compiles a graph so that it takes the float8 copies of its weights as inputs, where it can."""
     frozen = config.get("freezing", inductor_config().freezing)  # weights are constants of the compiled code
-    if frozen or not weight_inputs.candidates(example_inputs).weights:
+    if frozen or not weight_inputs.candidates(example_inputs, options.experts).weights:
         return run(gm, example_inputs, graph_pass)
     plain, training = (graph_pass.pipeline, graph_pass.key), False
     try:
@@ -251,7 +251,7 @@ def _weight_inputs(
 def _casts(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, graph_pass: GraphPass, frozen: bool
 ) -> tuple[WeightInputs, bool]:
-    found = weight_inputs.candidates(example_inputs, frozen)
+    found = weight_inputs.candidates(example_inputs, options.experts, frozen)
     key = graph_pass.key.extended(found)
     kept = load_weights(key, found)
     if kept is not None:

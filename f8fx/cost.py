@@ -15,7 +15,8 @@ with one change: a GPU takes time to fill, so both the tile grid and the k loop 
 
 ``fill`` waves of idle tiles stand for wave quantisation and saturation, ``k_fill`` for the prologue and
 epilogue of each tile. Both are smooth, where real wave quantisation is a staircase, so that verdicts do
-not flicker with M. No split-k is modelled.
+not flicker with M. No split-k is modelled. A grouped gemm reads every expert's matrix, and half of the last tile of each
+expert's rows is idle: ``experts k n`` for ``k n``, ``m + experts TILE_ROWS / 2`` for the ``m`` that is computed.
 
 **Rescale**: where a rowwise gemm without fast accumulation cannot scale its accumulator (``rescales``), its bfloat16
 result is multiplied by the scales in a kernel of its own: 2 bytes read and 2 written per element.
@@ -43,7 +44,8 @@ from f8fx.recipe import ROLE_OPERANDS, ROLES, OperandKind, Recipe, Role
 #: Sizes of the forward gemm; the gradients' gemms are [M, N] x [N, K] and [N, M] x [M, K].
 M, K, N = sympy.symbols("M K N", positive=True)
 
-TILE = 128 * 256  #: elements of the output tile one multiprocessor works on (cuBLAS, CUTLASS on Hopper)
+TILE_ROWS = 128  #: rows of that tile
+TILE = TILE_ROWS * 256  #: elements of the output tile one multiprocessor works on (cuBLAS, CUTLASS on Hopper)
 MAX_M = 1 << 20  #: the largest M that :meth:`CostModel.threshold` looks at
 
 
@@ -92,7 +94,9 @@ def _round16(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def _gemm(hw: Hardware, c: Calibration, float8: bool, rescale: bool, itemsize: int) -> sympy.Expr:
+def _gemm(
+    hw: Hardware, c: Calibration, float8: bool, rescale: bool, itemsize: int, experts: int = 0
+) -> sympy.Expr:
     """Seconds of a gemm [M, K] x [K, N]; see the module's docstring."""
     if not float8:
         flops, efficiency, k_fill = hw.bf16_flops * min(1.0, 2 / itemsize), c.bf16_efficiency, 0.0
@@ -101,8 +105,9 @@ def _gemm(hw: Hardware, c: Calibration, float8: bool, rescale: bool, itemsize: i
     else:
         return sympy.oo
     bandwidth = hw.memory_bandwidth * c.memory_efficiency
-    compute = 2 * (M * N + c.fill * hw.sms * TILE) * (K + k_fill) / (efficiency * flops)
-    memory = (itemsize * (M * K + K * N) + 2 * M * N) / bandwidth
+    rows = M + experts * (TILE_ROWS // 2)
+    compute = 2 * (rows * N + c.fill * hw.sms * TILE) * (K + k_fill) / (efficiency * flops)
+    memory = (itemsize * (M * K + max(experts, 1) * K * N) + 2 * M * N) / bandwidth
     seconds = sympy.Max(compute, memory) + hw.launch_overhead
     if rescale and float8:
         seconds += 4 * M * N / bandwidth + hw.launch_overhead
@@ -167,6 +172,7 @@ class CostModel:
         rowwise: bool = False,
         rescale: bool = False,
         itemsize: int = 2,
+        experts: int = 0,
     ) -> float:
         """Seconds of a gemm [m, k] x [k, n] with a bfloat16 result.
 
@@ -175,9 +181,11 @@ class CostModel:
                 rate (TF32), which understates what float8 gains where TF32 is off.
             rowwise: scale vectors instead of scalars; by itself as fast (pytorch issue 147971: 90 to 100%).
             rescale: the scales may not be applied inside the gemm (``GemmSpec.scales_after_gemm``).
+            experts: each row is multiplied by one of so many matrices [k, n]; 0: there is one. All are read, and of
+                each one's last tile half is idle.
         """
         after = rowwise and rescale and self.rescales
-        return _compiled(_gemm, self.hardware, self.calibration, float8, after, itemsize)(m, k, n)
+        return _compiled(_gemm, self.hardware, self.calibration, float8, after, itemsize, experts)(m, k, n)
 
     def copy_seconds(self, size: int) -> float:
         """Seconds to copy ``size`` bytes, beside what the kernel does anyway."""

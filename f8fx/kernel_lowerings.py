@@ -32,7 +32,7 @@ def quantize_rowwise(
     if launched is not None:
         return launched
     results = []
-    for group in ops.grouped(sources, groups):
+    for group in ops.in_groups(sources, groups):
         x = group[0] if len(group) == 1 else table.concatenation(group, 0)
         scale = table(ops.scale, table(ops.amax, x, 1), dtype=dtype, power_of_2=power_of_2)
         copy = table(ops.quantize, x, scale, dtype=dtype, dim=1)
@@ -64,7 +64,7 @@ def _row_cast_columns(
     triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
     table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "inverse", "amaxes"))
     results, start = [], 0
-    for index, heights in enumerate(ops.grouped(rows, groups)):
+    for index, heights in enumerate(ops.in_groups(rows, groups)):
         end = start + sum(heights)
         amax = table(aten.view.dtype, table(aten.select, amaxes, 0, index), torch.float32)
         part = table(aten.slice, inverse, 0, start, end)

@@ -1,4 +1,4 @@
-"""The intermediate representation: twelve functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: thirteen functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
@@ -16,6 +16,7 @@
 ``concat``             tensors side by side, as one operand of a merged gemm; never written to memory:
                        ``amax``, ``column_sums`` and ``quantize`` of it read the parts where they lie
 ``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it
+``grouped_mm``         float8 matmul of rows by the matrices of their experts, on devices for which PyTorch has none
 =====================  ====================================================================
 
 Graphs rewritten by the passes hold these, ``aten._scaled_mm`` and movement operators, so they are
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from f8fx.kernels import cast, row_cast_columns
+from f8fx.kernels import cast, grouped, row_cast_columns
 
 _LIB = torch.library.Library("f8fx", "DEF")
 
@@ -56,6 +57,8 @@ _SCHEMAS = (
     "relayout(Tensor data, *, bool transpose=False, int[2] align=[1, 1]) -> Tensor",
     "concat(Tensor[] tensors, int dim) -> Tensor",
     "materialize(Tensor x) -> Tensor",
+    "grouped_mm(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor offsets, *, "
+    "ScalarType dtype) -> Tensor",
 )
 for _schema in _SCHEMAS:
     _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -111,13 +114,13 @@ def _quantize_rowwise(
     tensors: Sequence[Tensor], groups: Sequence[int], *, dtype: torch.dtype, power_of_2: bool = False
 ) -> list[Tensor]:
     results = []
-    for group in grouped(tensors, groups):
+    for group in in_groups(tensors, groups):
         data, inverse, amaxes = row_cast_columns.reference(group, dtype=dtype, power_of_2=power_of_2)
         results += [data, inverse, amaxes[0]]
     return results
 
 
-def grouped(values: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:
+def in_groups(values: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:
     """The values in groups of the given sizes."""
     rest = iter(values)
     return [[next(rest) for _ in range(size)] for size in groups]
@@ -157,6 +160,18 @@ def _materialize(x: Tensor) -> Tensor:
     return x.clone()
 
 
+def _grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    left_scale: Tensor,
+    right_scale: Tensor,
+    offsets: Tensor,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    return grouped.grouped_mm(left, right, left_scale, right_scale, offsets, dtype)
+
+
 for _name, _implementation in (
     ("amax", _amax),
     ("amax_both", _amax_both),
@@ -170,6 +185,7 @@ for _name, _implementation in (
     ("relayout", _relayout),
     ("concat", _concat),
     ("materialize", _materialize),
+    ("grouped_mm", _grouped_mm),
 ):
     _LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
 
@@ -228,7 +244,7 @@ def _(x, scale, scale_t, *, dtype, dim=None, dim_t=None, align=(1, 1), align_t=(
 @torch.library.register_fake("f8fx::quantize_rowwise", lib=_LIB)
 def _(tensors, groups, *, dtype, power_of_2=False):
     results = []
-    for group in grouped(tensors, groups):
+    for group in in_groups(tensors, groups):
         rows, columns = sum(x.shape[0] for x in group), group[0].shape[1]
         shapes = ((rows, columns), dtype), ((rows,), torch.float32), ((columns,), torch.float32)
         results += [group[0].new_empty(shape, dtype=kind) for shape, kind in shapes]
@@ -267,6 +283,11 @@ def _(x):
     return torch.empty_like(x)
 
 
+@torch.library.register_fake("f8fx::grouped_mm", lib=_LIB)
+def _(left, right, left_scale, right_scale, offsets, *, dtype):
+    return left.new_empty((left.shape[0], right.shape[2]), dtype=dtype)
+
+
 @torch.library.register_fake("f8fx::concat", lib=_LIB)
 def _(tensors, dim):
     first = tensors[0]
@@ -289,6 +310,7 @@ dequantize_both = torch.ops.f8fx.dequantize_both.default
 relayout = torch.ops.f8fx.relayout.default
 concat = torch.ops.f8fx.concat.default
 materialize = torch.ops.f8fx.materialize.default
+grouped_mm = torch.ops.f8fx.grouped_mm.default
 
 #: Those that mark a tensor as float8 already. ``power_of_2`` says how the scale was made: it belongs to the
 #: format, and a ``quantize`` folds into a marker of its own format only. ``alternate``: the first copy
@@ -309,5 +331,6 @@ ALL = frozenset(
         relayout,
         concat,
         materialize,
+        grouped_mm,
     )
 )

@@ -47,6 +47,8 @@ class Options:
         activations: ``"leave"`` leaves matmuls of two activations (similarities, attention without a batch, an
             optimizer's) in high precision; ``"convert"`` takes the right one for the weight. Batched ones are left
             in any case.
+        experts: ``"leave"`` leaves grouped matmuls (``torch._grouped_mm``: mixtures of experts) in high precision;
+            ``"convert"`` treats them as others, but for the gradients of their weights (:mod:`passes.experts`).
         merge: ``"auto"`` runs matmuls that read one input (q, k, v) as one where the cost model says that
             it is faster; ``"never"`` leaves them separate, each with scales of its own.
         rowwise_scales: where rowwise scales are applied when the recipe wants exact accumulation:
@@ -81,6 +83,7 @@ class Options:
     filter_fn: FilterFn | None = None
     pad: Literal["auto", "never"] = "auto"
     activations: Literal["leave", "convert"] = "leave"
+    experts: Literal["leave", "convert"] = "leave"
     merge: Literal["auto", "never"] = "auto"
     rowwise_scales: Literal["in_gemm", "torchao"] | None = None
     save: Save = "lean"
@@ -136,6 +139,7 @@ class Options:
             "debug": self.debug,
             "rowwise_scales": None if scales is None else (lambda device: scales),
             "leave_activations": self.activations == "leave",
+            "experts": self.experts == "convert",
             "merge": self.merge,
             "weights_at_once": self.save == "fast",
             "wire": self.wire,
@@ -148,7 +152,7 @@ class Options:
         """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
         hw = self.target
         target = hw and tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
-        filters = (self.filter_fqns, self.only_fqns, self.activations)
+        filters = (self.filter_fqns, self.only_fqns, self.activations, self.experts)
         chosen = (self.pad, self.merge, self.rowwise_scales, self.save, self.wire, self.weights, self.kernels)
         return (self.recipe, self.select, filters, chosen, target)
 
@@ -244,6 +248,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "filter_fn": _filter_fn,
     "pad": _choice("pad", "auto", "never"),
     "activations": _choice("activations", "leave", "convert"),
+    "experts": _choice("experts", "leave", "convert"),
     "merge": _choice("merge", "auto", "never"),
     "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao"),
     "save": _choice("save", "lean", "fast"),

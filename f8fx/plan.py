@@ -41,7 +41,11 @@ class PlannedOperand:
 
 @dataclass(frozen=True)
 class PlannedGemm:
-    """One gemm [m, k] x [k, n] that could be converted; gemms of one ``layer`` decide together."""
+    """One gemm [m, k] x [k, n] that could be converted; gemms of one ``layer`` decide together.
+
+    Attributes:
+        experts: see :meth:`f8fx.cost.CostModel.gemm_seconds`.
+    """
 
     role: Role
     m: int
@@ -52,6 +56,7 @@ class PlannedGemm:
     rescale: bool
     operands: tuple[PlannedOperand, PlannedOperand]
     layer: Hashable
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,14 @@ class _Plan:
 
     def __init__(self, model: CostModel, gemms: Sequence[PlannedGemm]) -> None:
         self.model, self.gemms = model, gemms
-        self.high = [model.gemm_seconds(g.m, g.k, g.n, False, itemsize=g.itemsize) for g in gemms]
+        self.high = [
+            model.gemm_seconds(g.m, g.k, g.n, False, itemsize=g.itemsize, experts=g.experts) for g in gemms
+        ]
         self.margin = [model.calibration.margin * high for high in self.high]
-        self.float8 = [model.gemm_seconds(g.m, g.k, g.n, True, g.rowwise, g.rescale) for g in gemms]
+        self.float8 = [
+            model.gemm_seconds(g.m, g.k, g.n, True, g.rowwise, g.rescale and not g.experts, experts=g.experts)
+            for g in gemms
+        ]
         self.seconds: dict[Hashable, float] = {}
         self.users: dict[Hashable, set[int]] = {}
         self.items = [self._items(i, gemm) for i, gemm in enumerate(gemms)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -24,15 +24,18 @@ from .weight_watch import training_ran
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def candidates(example_inputs: Sequence[Any], frozen: bool = False) -> WeightInputs:
+def candidates(
+    example_inputs: Sequence[Any], experts: Literal["leave", "convert"] = "leave", frozen: bool = False
+) -> WeightInputs:
     """The parameters among a Dynamo graph's inputs whose copies could be inputs as well.
 
     Args:
+        experts: whether those with a matrix for each expert are cast.
         frozen: of a training graph, those only that need no gradient, whose copies last from step to step.
     """
-    found = []
+    found, ranks = [], (2, 3) if experts == "convert" else (2,)
     for position, value in enumerate(example_inputs):
-        if not isinstance(value, nn.Parameter) or value.dim() != 2 or value.dtype not in _SOURCES:
+        if not isinstance(value, nn.Parameter) or value.dim() not in ranks or value.dtype not in _SOURCES:
             continue
         if frozen and value.requires_grad:
             continue
@@ -42,9 +45,8 @@ def candidates(example_inputs: Sequence[Any], frozen: bool = False) -> WeightInp
                 continue
         elif not is_fake(value):
             continue
-        rows, columns = value.shape
-        if isinstance(rows, int) and isinstance(columns, int):
-            found.append(Weight(position, (rows, columns), value.dtype))
+        if all(isinstance(size, int) for size in value.shape):
+            found.append(Weight(position, tuple(value.shape), value.dtype))
     return WeightInputs(len(example_inputs), tuple(found), last=frozen)
 
 
@@ -83,8 +85,11 @@ def extended(
     return result, examples
 
 
-def side_by_side(shapes: Sequence[tuple[int, int]], dim: int) -> tuple[int, int]:
-    """The shape of matrices side by side along a dimension."""
+def side_by_side(shapes: Sequence[tuple[int, ...]], dim: int) -> tuple[int, int]:
+    """The shape of matrices side by side along a dimension, or of those of experts below each other."""
+    if len(shapes[0]) == 3:
+        experts, *sizes = shapes[0]
+        return experts * sizes[2 - dim], sizes[dim - 1]
     rows, columns = shapes[0]
     total = sum(shape[dim] for shape in shapes)
     return (total, columns) if dim == 0 else (rows, total)

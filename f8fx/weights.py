@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .kernels.grouped import below_each_other
 from .passes.reuse import CastFormat, ScaleFormat
 from .streams import Made, capturing, current
 from .torch_private import managed_by_fsdp
@@ -112,7 +113,7 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 # -- what graphs call -----------------------------------------------------------------------------
 
 
-#: Parameters that are cast as one, the dimension along which they stand side by side, and the formats.
+#: Parameters that are cast as one, how they are put together (:func:`arranged`), and the formats.
 Wanted = tuple[Sequence[Tensor], int, Sequence[Format]]
 
 
@@ -182,7 +183,7 @@ class _Copies:
     """The scales and float8 data of one parameter, or of several side by side.
 
     Args:
-        dim: the dimension along which those stand side by side.
+        dim: how they are put together; see :func:`arranged`.
         in_place: for graphs whose inputs keep their address: a new cast goes into the memory of
             the old one. Not so between microbatches, where a backward may still have to read that.
     """
@@ -245,7 +246,7 @@ class _Copies:
         if not self.fresh.issuperset(formats):
             with torch.inference_mode(False), torch.no_grad():
                 sources = [parameter.detach() for parameter in parameters]
-                source = sources[0] if len(sources) == 1 else ops.concat(sources, self.dim)
+                source = arranged(sources, self.dim)
                 for form in formats:
                     self._make(source, form)
         self.state = None if any(map(refusal, parameters)) else state
@@ -272,6 +273,14 @@ class _Copies:
             new = old.copy_(new)
         self.tensors[form] = new
         self.fresh.add(form)
+
+
+def arranged(sources: Sequence[Tensor], dim: int) -> Tensor:
+    """What is cast of parameters: see :class:`passes.reuse.Place`."""
+    first = sources[0]
+    if first.dim() == 3:
+        return below_each_other(first, dim)
+    return first if len(sources) == 1 else ops.concat(sources, dim)
 
 
 class _Scope:

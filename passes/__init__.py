@@ -105,6 +105,7 @@ class Pipeline:
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
         constants: what is computed from constants of the graph alone is computed once, not in every call.
         leave_activations: matmuls of two activations stay as they are (:mod:`passes.activations`).
+        experts: grouped matmuls of experts are looked at too (:mod:`passes.experts`).
         runs: the graph is to run where its tensors are: what that device cannot run is left alone, whatever
             ``hardware`` can.
     """
@@ -126,12 +127,13 @@ class Pipeline:
         constants: bool = False,
         runs: bool = False,
         leave_activations: bool = True,
+        experts: bool = False,
     ) -> None:
         self.recipe = recipe
         self.debug = debug
         self.watch = watch
         self.fold = Fold()
-        self.find = Find(leave_activations)
+        self.find = Find(leave_activations, experts)
         scales = rowwise_scales or best_rowwise_scales
         self.select = Select(
             recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm", runs

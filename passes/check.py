@@ -13,6 +13,7 @@ from torch import fx
 
 from .fake import set_value
 from .find import backward_nodes
+from .matmuls import FLOAT8_MATMULS
 
 aten = torch.ops.aten
 
@@ -74,7 +75,7 @@ def _check_node(node: fx.Node, where: str) -> None:
     if node.target in _SYNCHRONISING:
         raise CheckError(f"{where}: makes the host wait for the device")
     _check_value(node, where)
-    if node.target is aten._scaled_mm.default:
+    if node.target in FLOAT8_MATMULS:
         _check_scaled_mm(node, where)
 
 
@@ -101,7 +102,7 @@ def _check_scaled_mm(node: fx.Node, where: str) -> None:
     left, right, left_scale, right_scale = (arg.meta["val"] for arg in node.args[:4])  # type: ignore
     if left.dtype.itemsize != 1 or right.dtype.itemsize != 1:
         raise CheckError(f"{where}: operands are {left.dtype} and {right.dtype}")
-    if left.stride()[1] != 1 or right.stride()[0] != 1:
+    if left.stride()[-1] != 1 or right.stride()[-2] != 1:
         raise CheckError(f"{where}: strides {left.stride()} and {right.stride()} are not k-innermost")
     for scale in (left_scale, right_scale):
         if scale.dtype != torch.float32:

@@ -18,6 +18,7 @@ from f8fx import ops
 from f8fx.torch_private import c10d, size_hint
 
 from .gather import FLOATS, Gathered, Reader, Step, is_padding, shard_axes
+from .matmuls import FLOAT8_MATMULS
 from .operand import CASTS, shape_of
 from .rewrite import RECOMPUTED
 
@@ -312,7 +313,7 @@ def _halves(node: fx.Node, backward: Set[fx.Node]) -> set[bool]:
     """Whether the backward (True) and the forward (False) compute with a value."""
     found: set[bool] = set()
     for user in node.users:
-        if user in backward or user.target is aten._scaled_mm.default:
+        if user in backward or user.target in FLOAT8_MATMULS:
             found.add(user in backward)
         else:
             found |= _halves(user, backward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .find import COMPUTE
+from .matmuls import COMPUTE
 
 _MARK = "f8fx_decided"
 

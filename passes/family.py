@@ -194,6 +194,8 @@ def _unfit(conversion: Convert) -> str:
         return "the weight is the left operand"
     if gemm.left.transposed:
         return "the input is read transposed"
+    if gemm.experts:
+        return "a grouped matmul"
     if gemm.node.target not in _FORWARD or len(weight) != 2:
         return "a batched matmul"
     if gemm.node.kwargs:

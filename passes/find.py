@@ -24,7 +24,7 @@ just as it can be a gradient of ``x``, and an e5m2 cast in a forward is worse th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -33,17 +33,26 @@ import torch
 from torch import fx
 
 from f8fx.recipe import OperandKind, Role
-from f8fx.torch_private import overwritten_inputs, size_hint
+from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
 from .activations import Activations
-from .gemm import Gemm, Operand, Size, Unmatched
+from .experts import GROUPED_MM, contracts_rows, is_layer, trace_matrices
+from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
-from .left import BATCHED, BATCHED_GRADIENT, BATCHED_MATRIX, BATCHED_WEIGHT, LEFT, LEFT_OPERAND
+from .left import (
+    BATCHED,
+    BATCHED_GRADIENT,
+    BATCHED_MATRIX,
+    BATCHED_WEIGHT,
+    GROUPED,
+    GROUPED_GRADIENT,
+    LEFT,
+    LEFT_OPERAND,
+)
+from .matmuls import GEMMS, first_shape, is_fused, is_matrix, operands_of, sizes_of, sorted_sizes
 from .operand import (
     CASTS,
-    base_of,
-    flat_base,
     input_of,
     is_part_of,
     is_part_of_input,
@@ -56,9 +65,7 @@ from .parameters import expanded_parameter, of_parameters
 
 aten = torch.ops.aten
 
-_GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 _NO_FORWARD = "no forward matmul it is the gradient of"
-COMPUTE = frozenset((*_GEMMS, *LEFT))
 
 
 @dataclass
@@ -91,10 +98,12 @@ class Find:
 
     Args:
         leave_activations: whether those of two activations (:mod:`passes.activations`) are left.
+        experts: whether grouped ones (:mod:`passes.experts`) are collected; else they are left.
     """
 
-    def __init__(self, leave_activations: bool = True) -> None:
+    def __init__(self, leave_activations: bool = True, experts: bool = False) -> None:
         self.leave_activations = leave_activations
+        self.experts = experts
 
     def __call__(
         self,
@@ -109,7 +118,7 @@ class Find:
             layers: batched matmuls of forwards that were seen as one and are left: they are not collected again, but
                 their gradients are known by them.
         """
-        return _Walk(graph, folded, layers, self.leave_activations).run()
+        return _Walk(graph, folded, layers, self.leave_activations, self.experts).run()
 
 
 @dataclass(frozen=True)
@@ -125,8 +134,10 @@ class _Walk:
         folded: Collection[fx.Node],
         layers: Mapping[fx.Node, Gemm],
         leave_activations: bool,
+        experts: bool,
     ) -> None:
         self.graph = graph
+        self.experts = experts
         self.folded = folded
         self.layers = layers
         self.backward = backward_nodes(graph)
@@ -150,10 +161,11 @@ class _Walk:
                 self.batched[node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
             elif node in self.layers:
                 self._left_layer(self.layers[node])
+            elif node.target is GROUPED_MM and self.experts and is_layer(node):
+                self._experts_gemm(node)
             elif node.target in LEFT:
-                reason = LEFT[node.target]
-                self._leave(node, self._batched(node) if reason == BATCHED else reason)
-            elif node.target in _GEMMS:
+                self._leave(node, self._why_left(node))
+            elif node.target in GEMMS:
                 if node.target is aten.bmm.default and not is_same(shape_of(node)[0], 1):
                     self._leave(node, self._batched(node))
                 elif self._is_backward(node):
@@ -162,9 +174,11 @@ class _Walk:
                     self._forward_gemm(node)
         return self.found
 
-    def _operands(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-        left, right = _GEMMS[node.target]  # type: ignore[index]
-        return node.args[left], node.args[right]  # type: ignore[return-value]
+    def _why_left(self, node: fx.Node) -> str:
+        reason = LEFT[node.target]
+        if reason == GROUPED and self.experts and contracts_rows(node):
+            return GROUPED_GRADIENT
+        return self._batched(node) if reason == BATCHED else reason
 
     def _trace(self, node: fx.Node) -> _Traced:
         source, transposed = trace(node)
@@ -179,17 +193,22 @@ class _Walk:
             return traced
         source = node.args[0]
         *batch, _, _ = shape_of(source)  # an einsum's has size-1 dimensions in front
-        if source.meta["val"].dtype != torch.float32 or not all(is_same(size, 1) for size in batch):
+        if not all(is_same(size, 1) for size in batch) or not self._quantizes(source):
             return traced
-        if source not in self.of_parameters.all and not _is_input(source):
-            return traced
-        if is_part_of(source, self.overwritten):
-            return traced  # the cast is what keeps its values for the backward
         inner = self._trace(source)
         return _Traced(inner.node, inner.transposed ^ traced.transposed)
 
+    def _quantizes(self, source: fx.Node) -> bool:
+        """Whether a recipe quantizes a tensor, not the rounding that a matmul reads: it is a float32 weight."""
+        if source.meta["val"].dtype != torch.float32:
+            return False
+        if source not in self.of_parameters.all and input_of(source) is None:
+            return False
+        # else the cast is what keeps its values for the backward
+        return not is_part_of(source, self.overwritten)
+
     def _forward_gemm(self, node: fx.Node) -> None:
-        left, right = (self._trace(operand) for operand in self._operands(node))
+        left, right = (self._trace(operand) for operand in operands_of(node))
         if self._is_the_weight(left.node, right.node):
             kinds: tuple[OperandKind, OperandKind] = ("weight", "input")
             left = self._through_cast(left)
@@ -208,6 +227,28 @@ class _Walk:
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
 
+    def _experts_gemm(self, node: fx.Node) -> None:
+        rows, matrices = operands_of(node)
+        source, transposed = trace_matrices(matrices, self._quantizes)
+        right = _Traced(self.representatives.setdefault(("experts", identity(source)), source), transposed)
+        if matrices in self.backward or not self._is_weight(right.node):
+            self._leave(node, GROUPED)
+            return
+        left, experts = self._trace(rows), shape_of(matrices)[0]
+        if not self._is_backward(node):
+            name = fqn.of_node(node)
+            gemm = self._gemm(node, "output", name, left, right, ("input", "weight"), node, experts)
+            self.readers[right.node].append((gemm, "weight"))
+            return
+        match = self._forward_of(node, right)
+        if match is None:
+            self._leave(node, _NO_FORWARD)
+            return
+        forward, _ = match
+        name = forward.fqn or fqn.of_node(node)
+        kinds: tuple[OperandKind, OperandKind] = ("grad_output", "weight")
+        self._gemm(node, "grad_input", name, left, right, kinds, forward.node, experts)
+
     def _left_layer(self, gemm: Gemm) -> None:
         """What the gradient of a batched matmul with one matrix is known by: that matrix."""
         found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
@@ -222,7 +263,7 @@ class _Walk:
         if left in parameters or right in parameters:
             return right not in parameters
         # where parameters are known, any other input is data
-        return not parameters and _is_input(left) and not is_part_of_input(right)
+        return not parameters and input_of(left) is not None and not is_part_of_input(right)
 
     def _why_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> str:
         """Why a matmul is no layer, nor a gradient that the model takes itself; "" if it may be."""
@@ -231,7 +272,7 @@ class _Walk:
         return "" if is_gradient else reason
 
     def _is_weight(self, node: fx.Node) -> bool:
-        return node in self.of_parameters.weights or _is_input(node)
+        return node in self.of_parameters.weights or input_of(node) is not None
 
     def _batched(self, node: fx.Node) -> str:
         """Why a batched matmul is left: a gradient as the forward matmul whose sequence number it has."""
@@ -240,7 +281,7 @@ class _Walk:
             return self.batched[layer]
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
         parameters = [found for found in map(expanded_parameter, sides) if found is not None]
-        if any(not _is_matrix(found) for found in parameters):
+        if any(not is_matrix(found) for found in parameters):
             reason = BATCHED_WEIGHT
         elif parameters or (not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))):
             reason = BATCHED_MATRIX
@@ -259,7 +300,7 @@ class _Walk:
         return tag == "is_backward" if tag else bool(node.meta.get("autograd_backward"))
 
     def _backward_gemm(self, node: fx.Node) -> None:
-        sides = self._operands(node)
+        sides = operands_of(node)
         is_grad = [side in self.backward for side in sides]
         if not any(is_grad):  # told by its mark alone: the side that no forward matmul reads
             is_grad = [self._trace(side).node not in self.readers for side in sides]
@@ -298,11 +339,11 @@ class _Walk:
 
     def _forward_of(self, node: fx.Node, shared: _Traced) -> tuple[Gemm, OperandKind] | None:
         """The forward matmul that reads `shared` and whose gradient `node` can be."""
-        sizes = _sorted(_sizes(node, self._operands(node)))
+        sizes = sorted_sizes(sizes_of(node))
         fits = [
             (gemm, kind)
             for gemm, kind in self.readers.get(shared.node, ())
-            if _sorted((gemm.m, gemm.k, gemm.n)) == sizes
+            if sorted_sizes((gemm.m, gemm.k, gemm.n)) == sizes
         ]
         for gemm, kind in fits:
             # AOTAutograd gives a backward node the sequence number of its forward
@@ -323,8 +364,9 @@ class _Walk:
         right: _Traced,
         kinds: tuple[OperandKind, OperandKind],
         layer: fx.Node,
+        experts: int = 0,
     ) -> Gemm:
-        m, k, n = _sizes(node, self._operands(node))
+        m, k, n = sizes_of(node)
         gemm = Gemm(
             node,
             role,
@@ -332,62 +374,25 @@ class _Walk:
             m,
             k,
             n,
-            Operand(left.node, left.transposed, kinds[0], _is_fused(left.node)),
-            Operand(right.node, right.transposed, kinds[1], _is_fused(right.node)),
+            Operand(left.node, left.transposed, kinds[0], is_fused(left.node)),
+            Operand(right.node, right.transposed, kinds[1], is_fused(right.node)),
             layer,
+            experts,
         )
         self.found.gemms.append(gemm)
         return gemm
 
     def _leave(self, node: fx.Node, reason: str) -> None:
-        if node.target in _GEMMS:
-            m, k, n = _sizes(node, self._operands(node))
+        if node.target in GEMMS:
+            m, k, n = sizes_of(node)
         else:
-            shape = _first_shape(node)
+            shape = first_shape(node)
             m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
             k = shape_of(node.args[LEFT_OPERAND.get(node.target, 0)])[-1]  # type: ignore[index,arg-type]
         role: Role = "grad_input" if self._is_backward(node) else "output"
         sides: Any = node.args[-2:]
         no_weight = reason == BATCHED_WEIGHT and not any(map(expanded_parameter, sides))
-        if reason == BATCHED_GRADIENT or (no_weight and role == "grad_input"):
+        of_experts = node.target is GROUPED_MM and contracts_rows(node)
+        if reason == BATCHED_GRADIENT or (role == "grad_input" and (no_weight or of_experts)):
             role = "grad_weight"
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
-
-
-def _first_shape(node: fx.Node) -> tuple:
-    """Sizes of the value of a node, or of the first one of several."""
-    value = node.meta["val"]
-    return tuple((value[0] if isinstance(value, (tuple, list)) else value).shape)
-
-
-def _sizes(node: fx.Node, operands: tuple[fx.Node, fx.Node]):
-    m, n = shape_of(node)[-2:]
-    return m, shape_of(operands[0])[-1], n
-
-
-def _sorted(sizes: Sequence[Size]) -> list[str]:
-    """Sizes in an order, symbolic ones as they are now: one that a guard has fixed may be a number elsewhere."""
-    hints = map(size_hint, sizes)
-    return sorted(str(size if hint is None else hint) for size, hint in zip(sizes, hints, strict=True))
-
-
-def _is_input(node: fx.Node) -> bool:
-    """Whether a tensor is an input of the graph, at most viewed, permuted, copied or cast."""
-    return input_of(node) is not None
-
-
-def _is_matrix(node: fx.Node) -> bool:
-    return all(is_same(size, 1) for size in shape_of(node)[:-2])
-
-
-def _is_fused(node: fx.Node) -> bool:
-    """Whether the kernel that writes a tensor is one that an amax can ride in."""
-    node = flat_base(node)
-    provenance = node.meta.get("f8fx")
-    if node.target is aten.clone.default and provenance is not None and provenance.inserted_by == "fold":
-        # that copy is the cast's
-        return _is_fused(base_of(node.args[0]))  # type: ignore[arg-type]
-    if node.op != "call_function" or node.target in COMPUTE:
-        return False
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or node.target in CASTS or node.target is aten.cat.default

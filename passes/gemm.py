@@ -19,7 +19,8 @@ class Operand:
     Attributes:
         node: a 2-D value of the graph with the operand's elements: the operand itself, or its
             transpose. Two uses of one tensor, say in forward and in backward, have the same node.
-        transposed: whether the gemm reads ``node.T``.
+            3-D where there is a matrix for each expert.
+        transposed: whether the gemm reads ``node.T``; of experts: ``node.mT``.
         kind: the part the tensor plays in its layer.
         fused: whether the tensor comes out of a pointwise or normalisation kernel, so that an
             amax can ride in the kernel that produces it.
@@ -37,15 +38,16 @@ class Operand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matmul of the graph, ``[m, k] @ [k, n]``.
+    """One matmul of the graph, ``[m, k] @ [k, n]``, or each of the m rows times the ``[k, n]`` of its expert.
 
     Attributes:
-        node: the matmul: ``mm``, ``addmm`` or a ``bmm`` of batch 1.
+        node: the matmul: ``mm``, ``addmm``, a ``bmm`` of batch 1 or, of experts, ``_grouped_mm``.
         role: which of a layer's three gemms it is, in torchao's words.
         fqn: name of the module whose forward called it, "" where none did.
         m, k, n: sizes; ``SymInt`` where the graph is dynamic.
         left, right: the operands.
         layer: the forward matmul this one belongs to (itself for ``output``).
+        experts: how many matrices the right operand has; 0: it is one.
     """
 
     node: fx.Node
@@ -57,6 +59,7 @@ class Gemm:
     left: Operand
     right: Operand
     layer: fx.Node
+    experts: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
+from .matmuls import FLOAT8_MATMULS
 from .operand import base_of, is_given
 
 aten = torch.ops.aten
@@ -22,7 +23,8 @@ _WRITTEN = frozenset(
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
-        aten._scaled_mm.default,
+        aten._grouped_mm.default,
+        *FLOAT8_MATMULS,
         ops.materialize,
         c10d.wait_tensor.default,
     )

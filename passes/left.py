@@ -14,6 +14,8 @@ BATCHED = "batched matmul of two activations"
 BATCHED_WEIGHT = "batched matmul with a weight for each batch"
 BATCHED_MATRIX = "batched matmul with one matrix"
 BATCHED_GRADIENT = "batched gradient of one matrix"
+GROUPED = "grouped matmul of experts"
+GROUPED_GRADIENT = "grouped gradient of experts"
 _VECTOR = "matrix times vector"
 _FUSED = "inside a fused operator"
 
@@ -23,7 +25,8 @@ LEFT: dict[Any, str] = {
     aten.mv.default: _VECTOR,
     aten.addmv.default: _VECTOR,
     aten._scaled_mm.default: "already float8",
-    aten._grouped_mm.default: "grouped matmul of experts",
+    aten._grouped_mm.default: GROUPED,
+    aten._scaled_grouped_mm.default: "already float8",
     aten._trilinear.default: _FUSED,
     aten._transformer_encoder_layer_fwd.default: _FUSED,
     aten._native_multi_head_attention.default: _FUSED,

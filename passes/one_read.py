@@ -30,6 +30,7 @@ from f8fx.kernels import row_cast_columns
 from .choice import ALIGNMENT
 from .find import backward_nodes
 from .in_memory import is_in_memory
+from .matmuls import FLOAT8_MATMULS
 from .operand import MOVEMENTS, base_of, is_given, readers
 from .share import IN_BACKWARD
 
@@ -188,7 +189,7 @@ def ends_in(node: fx.Node, backward: set[fx.Node]) -> bool:
         for user in todo.pop().users:
             if user in backward or user in seen:
                 continue
-            if user.op == "output" or user.target is aten._scaled_mm.default or "f8fx" not in user.meta:
+            if user.op == "output" or user.target in FLOAT8_MATMULS or "f8fx" not in user.meta:
                 return False
             seen.add(user)
             todo.append(user)

@@ -35,6 +35,7 @@ from f8fx import ops
 from f8fx.recipe import QuantSpec, Recipe
 
 from .choice import ALIGNMENT, Convert, reading
+from .experts import offsets_of
 from .gemm import Gemm, Operand
 from .operand import shape_of
 from .rewrite import Inserter, Provenance, take_over
@@ -93,6 +94,8 @@ class _GemmRewrite:
         self.rowwise_scales = rowwise_scales
 
     def run(self) -> fx.Node:
+        if self.gemm.experts:
+            return self._of_experts()
         gemm, conversion, insert = self.gemm, self.conversion, self.insert
         left, left_scale = self._operand(
             gemm.left, conversion.left_dtype, k_is_column=True, align=(1, _align(conversion.pad_k))
@@ -120,10 +123,12 @@ class _GemmRewrite:
         spec = self._spec(operand)
         source = operand.node
         rank = len(shape_of(source))
-        if rank > 2:
-            source = insert(aten.squeeze.dims, source, list(range(rank - 2)))
         # the stored copy is [rows, k]; the source is that, or its transpose
         transpose = operand.transposed == k_is_column
+        if self.gemm.experts and rank == 3:
+            source, transpose = self._below_each_other(operand), False
+        elif rank > 2:
+            source = insert(aten.squeeze.dims, source, list(range(rank - 2)))
         dim = None if spec.granularity == "tensorwise" else (0 if transpose else 1)
         amax = insert(ops.amax, source, dim)
         scale = insert(ops.scale, amax, dtype=dtype, power_of_2=spec.power_of_2_scale)
@@ -136,6 +141,37 @@ class _GemmRewrite:
         spec = self.recipe.operand(self.gemm.role, operand.kind)
         assert spec is not None  # `select` converts no gemm that the recipe leaves out
         return spec
+
+    # -- experts
+
+    def _of_experts(self) -> fx.Node:
+        """A grouped gemm. The matrices of all experts are quantized as one, of all their rows below each other."""
+        gemm, conversion, insert = self.gemm, self.conversion, self.insert
+        experts, n = gemm.experts, shape_of(gemm.node)[1]
+        left, left_scale = self._operand(gemm.left, conversion.left_dtype, True, (1, 1))
+        right, right_scale = self._operand(gemm.right, conversion.right_dtype, False, (1, 1))
+        matrices = insert(aten.view.default, right, [experts, n, shape_of(right)[1]])
+        if shape_of(right_scale):
+            right_scale = insert(aten.view.default, right_scale, [experts, n])
+        else:  # one for all
+            expanded = insert(aten.expand.default, right_scale, [experts, n])
+            right_scale = insert(aten.clone.default, expanded, memory_format=torch.contiguous_format)
+        columns = insert(aten.permute.default, matrices, [0, 2, 1])
+        operands = left, columns, left_scale, right_scale, offsets_of(gemm.node)
+        if gemm.device.type == "cpu":
+            return insert(ops.grouped_mm, *operands, dtype=gemm.dtype)
+        fast = self.spec.use_fast_accum
+        return insert(aten._scaled_grouped_mm.default, *operands, None, None, gemm.dtype, fast)
+
+    def _below_each_other(self, operand: Operand) -> fx.Node:
+        """``[experts, n, k]`` or ``[experts, k, n]`` -> ``[experts * n, k]``"""
+        insert, matrices = self.insert, operand.node
+        if not operand.transposed:
+            matrices = insert(aten.permute.default, matrices, [0, 2, 1])
+        if not matrices.meta["val"].is_contiguous():
+            matrices = insert(aten.clone.default, matrices, memory_format=torch.contiguous_format)
+        experts, rows, columns = shape_of(matrices)
+        return insert(aten.view.default, matrices, [experts * rows, columns])
 
     # -- the gemm
 

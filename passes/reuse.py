@@ -26,6 +26,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import input_position
 
+from .experts import stacked
 from .rewrite import erase_unused
 
 
@@ -59,11 +60,11 @@ class Weight:
 
     Attributes:
         position: its index among the graph's inputs.
-        shape, dtype: as in the graph, to be sure it is the same input.
+        shape, dtype: as in the graph, to be sure it is the same input; a matrix, or one for each expert.
     """
 
     position: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -72,7 +73,8 @@ class Place(NamedTuple):
 
     Attributes:
         positions: their indices among the graph's inputs.
-        dim: the dimension along which they stand side by side; 0 for one.
+        dim: the dimension along which they stand side by side; 0 for one. Of one with a matrix for each expert, which
+            are cast below each other, the dimension that becomes the columns.
     """
 
     positions: tuple[int, ...]
@@ -192,6 +194,9 @@ class Reuse:
 def _place(source: fx.Node, parameters: Mapping[fx.Node, int]) -> Place | None:
     if source in parameters:
         return Place((parameters[source],))
+    if (found := stacked(source)) is not None:
+        matrices, columns = found
+        return Place((parameters[matrices],), columns) if matrices in parameters else None
     if source.target is not ops.concat:
         return None
     parts, dim = source.args

@@ -114,7 +114,13 @@ class Select:
     # -- what is legal
 
     def _legal(self, gemm: Gemm) -> Choice:
-        for guard in (self._recipe_guard, self._hardware_guard, self._filter_guard, self._size_guard):
+        for guard in (
+            self._recipe_guard,
+            self._hardware_guard,
+            self._experts_guard,
+            self._filter_guard,
+            self._size_guard,
+        ):
             skip = guard(gemm)
             if skip is not None:
                 return skip
@@ -168,6 +174,34 @@ class Select:
                 return Skip(gemm, f"target {hardware.name}: {lacks}")
         return None
 
+    def _experts_guard(self, gemm: Gemm) -> Skip | None:
+        """What ``torch._scaled_grouped_mm`` takes: e4m3 alone, sizes in multiples of 16, a bfloat16 result.
+
+        Rows that are no expert's may hold anything, infinities too: a scale for all rows would follow them.
+        """
+        if not gemm.experts:
+            return None
+        hardware, own = self.hardware_of(gemm.device), _hardware_of(gemm.device)
+        if not hardware.grouped_gemm:
+            return Skip(gemm, f"no grouped float8 gemm on {hardware.name}")
+        if self.runs and not own.grouped_gemm:
+            return Skip(gemm, f"target {hardware.name}: no grouped float8 gemm on {own.name}")
+        if gemm.dtype != torch.bfloat16:
+            name = str(gemm.dtype).removeprefix("torch.")
+            return Skip(gemm, f"grouped {name} matmul", "grouped float8 gemms give bfloat16 alone")
+        if self._operand_spec(gemm, gemm.left).granularity != "rowwise":
+            why = "rows of no expert may hold anything: each needs a scale of its own"
+            return Skip(gemm, "grouped matmul under a recipe that is not rowwise", why)
+        for operand in (gemm.left, gemm.right):
+            if (wanted := self._operand_spec(gemm, operand).dtype) != "e4m3":
+                return Skip(gemm, "grouped float8 gemms take e4m3 alone", f"{operand.kind} is {wanted}")
+        for letter, size in (("k", gemm.k), ("n", gemm.n)):
+            if not is_aligned(size):
+                return Skip(
+                    gemm, f"not a multiple of {ALIGNMENT}", f"{letter}={size}: experts are not padded"
+                )
+        return None
+
     def _filter_guard(self, gemm: Gemm) -> Skip | None:
         policy = self.policy
         for part in policy.filter_fqns:
@@ -184,7 +218,11 @@ class Select:
             if statically_true(size == 0):
                 return Skip(gemm, "empty")
         spec = self.recipe.gemm(gemm.role)
-        if spec is not None and spec.is_rowwise and any(size_hint(size) is None for size in (gemm.m, gemm.n)):
+        if (
+            spec is not None
+            and (spec.is_rowwise or gemm.experts)
+            and any(size_hint(size) is None for size in (gemm.m, gemm.n))
+        ):
             return Skip(gemm, "size known only at run time", "a scale for each row needs the number of rows")
         if self.policy.pad == "never":
             for letter, size in (("k", gemm.k), ("n", gemm.n)):

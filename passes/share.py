@@ -21,13 +21,13 @@ from collections import defaultdict
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import fx
 
 from f8fx import ops
 
 from . import fqn
 from .find import backward_nodes
+from .matmuls import FLOAT8_MATMULS
 from .operand import base_of, is_given
 from .rewrite import erase_unused
 
@@ -66,7 +66,7 @@ def _hashable(value: Any) -> Hashable:
 def _join_equal(graph: fx.Graph) -> None:
     seen: dict[Hashable, fx.Node] = {}
     for node in _inserted(graph):
-        if node.target is torch.ops.aten._scaled_mm.default:
+        if node.target in FLOAT8_MATMULS:
             continue  # two equal matmuls are the user's
         kwargs = tuple((name, _hashable(value)) for name, value in sorted(node.kwargs.items()))
         key = (node.target, _hashable(node.args), kwargs)

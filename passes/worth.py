@@ -21,6 +21,7 @@ from f8fx.recipe import ROLES, Recipe, Role
 from f8fx.torch_private import size_hint
 
 from .choice import ALIGNMENT, Choice, Convert, Skip
+from .experts import GROUPED_MM
 from .gemm import Gemm, Operand, Size
 from .thresholds import Thresholds
 
@@ -100,12 +101,13 @@ class Worth:
             return choice
         m, k, n = (int(size or 0) for size in sizes)
         value = gemm.node.meta["val"]
+        model, experts = self.model_of(value.device), getattr(gemm, "experts", 0)
         batch = 1
-        for size in value.shape[:-2]:
-            batch *= size_hint(size) or 1
-        model = self.model_of(value.device)
+        if gemm.node.target is not GROUPED_MM:
+            for size in value.shape[:-2]:
+                batch *= size_hint(size) or 1
         # a batch fills the device like so many more rows
-        seconds = model.gemm_seconds(batch * m, k, n, False, itemsize=value.dtype.itemsize)
+        seconds = model.gemm_seconds(batch * m, k, n, False, itemsize=value.dtype.itemsize, experts=experts)
         return replace(choice, seconds=seconds)
 
     def _predictions(
@@ -170,6 +172,7 @@ class Worth:
                 self._planned_operand(gemm, gemm.right, k, n, contracted=0),
             ),
             layer=gemm.layer,
+            experts=gemm.experts,
         )
 
     def _planned_operand(
@@ -179,6 +182,8 @@ class Worth:
         assert spec is not None  # the recipe guard has passed
         if operand.transposed:
             rows, columns, contracted = columns, rows, 1 - contracted
+        if gemm.experts and operand.kind == "weight":
+            rows *= gemm.experts
         return PlannedOperand(
             key=(operand.node, spec.dtype, spec.power_of_2_scale),
             rows=rows,

@@ -110,6 +110,35 @@ def report_of(fn: Callable[..., Any], *args: Any, **options: Any) -> GraphReport
     return reports[0]
 
 
+class Experts(nn.Module):
+    """The SwiGLU experts of a mixture, as TorchTitan has them: rows come sorted by expert.
+
+    Args:
+        turned: weights as Transformers' gpt-oss has them, ``[experts, k, n]``.
+    """
+
+    def __init__(self, experts: int = 4, dim: int = 32, hidden: int = 48, turned: bool = False) -> None:
+        super().__init__()
+        self.turned = turned
+        generator = torch.Generator().manual_seed(7)
+
+        def weight(n: int, k: int) -> nn.Parameter:
+            data = torch.randn(experts, n, k, generator=generator) / k**0.5
+            return nn.Parameter(data.mT.contiguous() if turned else data)
+
+        self.gate, self.up, self.down = weight(hidden, dim), weight(hidden, dim), weight(dim, hidden)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """[rows, dim], and how many rows each expert has -> [rows, dim]"""
+        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+
+        def layer(x: Tensor, weight: Tensor) -> Tensor:
+            weight = weight.to(bf16)
+            return torch._grouped_mm(x, weight if self.turned else weight.mT, offs=offsets)
+
+        return layer(F.silu(layer(x, self.gate)) * layer(x, self.up), self.down)
+
+
 def randn(*shape: int, dtype: torch.dtype = bf16, grad: bool = True, seed: int = 0) -> Tensor:
     """A normal tensor from its own seed."""
     generator = torch.Generator().manual_seed(seed)

@@ -12,7 +12,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from f8fx import f8fx, installed, recording
 from f8fx.hardware import of_device
-from tests.helpers import E4M3, Block, bf16, compiled, gradients, sqnr
+from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, sqnr
 
 HAVE_GPU = torch.cuda.is_available() and of_device(torch.device("cuda")).float8_tensor_cores
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAVE_GPU, reason="no GPU with float8 tensor cores")]
@@ -281,3 +281,51 @@ def test_packages_of_aotinductor(weights, tmp_path):
         run.load_constants(changed, check_full_update=True)
         model.load_state_dict(changed)
         assert sqnr(compiled(model, executor="inductor")(x), run(x)) > 30
+
+
+needs_grouped_gemm = pytest.mark.skipif(
+    not (HAVE_GPU and of_device(torch.device("cuda")).grouped_gemm), reason="no grouped float8 gemm here"
+)
+
+
+def experts_on(device, model, x, counts, grad=None, **options):
+    """Output, and with a gradient all gradients, of the rows that are some expert's; on the CPU by the definition."""
+    own, rows = copy.deepcopy(model).to(device), int(counts.sum())
+    call = compiled(own, experts="convert", **options)
+    leaf = x.to(device).requires_grad_(grad is not None)
+    y = call(leaf, counts.to(device))
+    found = {"output": y[:rows].detach().cpu()}
+    if grad is not None:
+        y.backward(grad.to(device))
+        found["input"] = leaf.grad[:rows].cpu()
+        found |= {name: p.grad.cpu() for name, p in own.named_parameters()}
+    return found
+
+
+@needs_grouped_gemm
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("turned", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_experts(recipe, turned, executor):
+    """torch's grouped float8 gemm gives what the definition does; rows of no expert hold anything."""
+    model = Experts(4, 256, 512, turned).to(bf16)
+    x, grad, counts = normal(528, 256), normal(528, 256, seed=1), torch.tensor([96, 0, 64, 352])
+    x[512:] = float("nan")
+    options = {"recipe": recipe, "executor": executor}
+    wanted = experts_on("cpu", model, x, counts, grad, **{**options, "executor": "eager"})
+    found = experts_on("cuda", model, x, counts, grad, **options)
+    for name, want in wanted.items():
+        assert sqnr(want, found[name]) > 30, name
+
+
+@needs_grouped_gemm
+@pytest.mark.parametrize("weights", ["dynamic", "cached"])
+def test_experts_with_any_number_of_rows(weights):
+    model, x = Experts(4, 256, 512).to(bf16), normal(528, 256)
+    with torch.no_grad():
+        for counts in ([100, 0, 61, 350], [1, 2, 3, 500], [0, 0, 0, 7]):
+            counts = torch.tensor(counts)
+            options = {"recipe": "rowwise", "weights": weights}
+            want = experts_on("cpu", model, x, counts, **options)
+            found = experts_on("cuda", model, x, counts, **options)
+            assert sqnr(want["output"], found["output"]) > 40

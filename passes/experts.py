@@ -1,0 +1,92 @@
+"""Grouped matmuls: the layers of a mixture of experts, each row times the matrix of its expert.
+
+``_grouped_mm(x, w, offsets)`` has three forms in a training graph. With ``x: [m, k]``, ``w: [experts, k, n]`` and
+rows sorted by expert, ``offsets`` being where each expert's rows end:
+
+* the layer, ``x`` by ``w``, and its ``grad_input``, the gradient by ``w.mT``: a float8 gemm takes each row with a scale
+  of its own, and each expert's matrix with one for every row of the result;
+* ``grad_weight``, where the rows are contracted, expert by expert. A float8 gemm reads 16 of them at once, so that every
+  expert would have to have a multiple of 16, and how many it has is known on the device alone. It stays in high precision.
+
+Here is only what tells them apart; :mod:`passes.find` collects them, if asked to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, permutation, shape_of
+
+aten = torch.ops.aten
+
+GROUPED_MM = aten._grouped_mm.default
+_TURNED = [0, 2, 1]
+
+
+def is_layer(node: fx.Node) -> bool:
+    """Whether a grouped matmul is one of rows by the matrices of their experts."""
+    operands = node.args[:2]
+    ranks = tuple(len(shape_of(operand)) for operand in operands)  # type: ignore[arg-type]
+    offsets = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
+    plain = len(node.args) < 4 and not node.kwargs.keys() - {"offs"}
+    matrices: tuple = shape_of(operands[1])  # type: ignore[arg-type]
+    return (
+        ranks == (2, 3)
+        and isinstance(offsets, fx.Node)
+        and plain
+        and all(isinstance(size, int) for size in matrices)
+    )
+
+
+def contracts_rows(node: fx.Node) -> bool:
+    """Whether a grouped matmul sums over the rows of each expert, as a gradient of their weights does."""
+    return all(len(shape_of(operand)) == 2 for operand in node.args[:2])  # type: ignore[arg-type]
+
+
+def offsets_of(node: fx.Node) -> fx.Node:
+    """Where the rows of each expert end."""
+    offsets = node.args[2] if len(node.args) > 2 else node.kwargs["offs"]
+    assert isinstance(offsets, fx.Node)
+    return offsets
+
+
+def trace_matrices(node: fx.Node, is_quantized: Callable[[fx.Node], bool]) -> tuple[fx.Node, bool]:
+    """The 3-D node that the matrices of experts come from, and whether the matmul reads its transpose.
+
+    Args:
+        is_quantized: whether a recipe quantizes a tensor, not its rounding that the matmul reads.
+    """
+    transposed = False
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        source = node.args[0]
+        if node.target in PERMUTES and permutation(node) == _TURNED:
+            transposed = not transposed
+        elif node.target in CASTS:
+            if not is_quantized(source):
+                break
+        elif node.target not in SAME_ORDER or not _is_alike(node, source):
+            break
+        node = source
+    return node, transposed
+
+
+def stacked(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The matrices of experts that `quantize` has put below each other, and which dimension became the columns."""
+    if node.target is not aten.view.default or "f8fx" not in node.meta:
+        return None
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.target is aten.clone.default:
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or len(shape_of(source)) != 3:
+        return None
+    if source.target is aten.permute.default and "f8fx" in source.meta:
+        return source.args[0], 1  # type: ignore[return-value]
+    return source, 2
+
+
+def _is_alike(node: fx.Node, source: fx.Node) -> bool:
+    own, other = shape_of(node), shape_of(source)
+    return len(own) == len(other) and all(map(is_same, own, other))

@@ -1,0 +1,72 @@
+"""The matmul operators: where their operands are, which sizes they have, which kernels an amax can ride in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from f8fx import ops
+from f8fx.torch_private import size_hint
+
+from .experts import GROUPED_MM
+from .gemm import Size
+from .left import LEFT
+from .operand import CASTS, base_of, flat_base, is_same, shape_of
+
+aten = torch.ops.aten
+
+#: Those that a recipe can speak of: the positions of their operands.
+GEMMS: dict[Any, tuple[int, int]] = {
+    aten.mm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.bmm.default: (0, 1),
+    GROUPED_MM: (0, 1),
+}
+#: What those become.
+FLOAT8_MATMULS = frozenset((aten._scaled_mm.default, aten._scaled_grouped_mm.default, ops.grouped_mm))
+COMPUTE = frozenset((*GEMMS, *LEFT))
+
+
+def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Left and right operand of one of `GEMMS`."""
+    left, right = GEMMS[node.target]
+    return node.args[left], node.args[right]  # type: ignore[return-value]
+
+
+def sizes_of(node: fx.Node) -> tuple:
+    """m, k and n of one of `GEMMS`."""
+    m, n = shape_of(node)[-2:]
+    return m, shape_of(operands_of(node)[0])[-1], n
+
+
+def sorted_sizes(sizes: Sequence[Size]) -> list[str]:
+    """Sizes in an order, symbolic ones as they are now: one that a guard has fixed may be a number elsewhere."""
+    hints = map(size_hint, sizes)
+    return sorted(str(size if hint is None else hint) for size, hint in zip(sizes, hints, strict=True))
+
+
+def is_matrix(node: fx.Node) -> bool:
+    """Whether all dimensions of a value but the last two are of size 1."""
+    return all(is_same(size, 1) for size in shape_of(node)[:-2])
+
+
+def first_shape(node: fx.Node) -> tuple:
+    """Sizes of the value of a node, or of the first one of several."""
+    value = node.meta["val"]
+    return tuple((value[0] if isinstance(value, (tuple, list)) else value).shape)
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Whether the kernel that writes a tensor is one that an amax can ride in."""
+    node = flat_base(node)
+    provenance = node.meta.get("f8fx")
+    if node.target is aten.clone.default and provenance is not None and provenance.inserted_by == "fold":
+        # that copy is the cast's
+        return is_fused(base_of(node.args[0]))  # type: ignore[arg-type]
+    if node.op != "call_function" or node.target in COMPUTE:
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or node.target in CASTS or node.target is aten.cat.default
