@@ -286,6 +286,8 @@ class Scales:
         whole = iter(amaxes(shard.plain for weight, shard, _ in jobs if None in weight.dims))
         start = 0
         for weight, shard, _ in jobs:
+            # else FSDP2 moves a padded one at its first forward, which on this rank alone would be a change
+            weight.copies.stays_in_memory(shard)
             layout = Layout(shard.plain, weight.outer_size, mesh)
             for dim in weight.dims:
                 amax = next(whole) if dim is None else cast.amax(shard.plain, dim)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from f8fx.torch_private import (
     disabled_torch_function,
+    is_composite,
     is_mutating,
     local_tensor,
     storage_key,
@@ -126,6 +127,10 @@ class Float8Shard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if torch.is_inference_mode_enabled() and (func in _STAYS or is_composite(func)):
+            # what FSDP2 makes of a shard outlives the mode; and operators are taken apart outside of it alone
+            with torch.inference_mode(False), torch.no_grad():
+                return func(*args, **(kwargs or {}))
         wrappers: dict[int, Float8Shard] = {}
 
         def unwrap(value: Any) -> Any:

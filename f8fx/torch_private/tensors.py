@@ -126,6 +126,14 @@ def is_mutating(operator: Any) -> bool:
     return operator._schema.is_mutable
 
 
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is made of others (``torch._C._dispatch_has_kernel_for_dispatch_key``).
+
+    In inference mode a subclass is handed it whole: autograd, which takes it apart elsewhere, is left out.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+
+
 def saved_tensors_are_read() -> bool:
     """Whether hooks read what is saved for a backward (``torch._C._autograd._top_saved_tensors_default_hooks``).
 

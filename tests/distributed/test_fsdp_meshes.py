@@ -17,9 +17,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import f8fx
-from f8fx.fsdp import enable_float8_all_gather
+from f8fx.fsdp import enable_float8_all_gather, precompute_scales
 from tests.distributed.harness import run_checks
-from tests.distributed.models import OPTIONS, Net, Setup, assert_same, batch, train, world_mesh
+from tests.distributed.models import (
+    OPTIONS,
+    Net,
+    Setup,
+    assert_same,
+    batch,
+    loss_of,
+    train,
+    whole,
+    world_mesh,
+)
 from tests.distributed.sent import collectives
 from tests.distributed.test_fsdp import other_data_on_every_rank
 from tests.helpers import bf16
@@ -96,6 +106,40 @@ def uneven():
         compare(lambda float8, recipe=recipe: Setup(recipe, world_mesh(), float8).build(), f"uneven {recipe}")
 
 
+def amaxes_before_the_first_forward():
+    """Where shards are uneven, FSDP2 would move the smaller ones after them."""
+    ways = {
+        "manual": ({"scales": "manual"}, precompute_scales),
+        "precomputed": ({}, precompute_scales),
+        "gathered": ({}, lambda model: model.unshard()),
+    }
+    results = []
+    for enable, begin in ({}, lambda model: None), *ways.values():
+        model = Setup("tensorwise", world_mesh(), bool(results), enable=enable).build()
+        begin(model)
+        y = model(batch(0))
+        loss_of(y).backward()
+        grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"y": y.detach(), **grads})
+    for way, found in zip(ways, results[1:], strict=True):
+        assert_same(found, results[0], way)
+
+
+def inference_alone():
+    """The first forward, at which FSDP2 lays out the shards, in inference mode; then with what was loaded."""
+    for recipe in ("tensorwise", "rowwise"):
+        results = []
+        for float8 in (False, True):
+            model = Setup(recipe, world_mesh(), float8).build()
+            with torch.inference_mode():
+                first = model(batch(0))
+            state = {name: 0.5 * value for name, value in model.state_dict().items()}
+            model.load_state_dict(state)
+            with torch.inference_mode():
+                results.append({"first": first, "loaded": model(batch(0))})
+        assert_same(*results, recipe)
+
+
 def columns():
     """Sharded along the contracted dimension, where FSDP2 can: then it is the other scales that are local."""
 
@@ -166,6 +210,13 @@ def replicated():
 def offloaded():
     shard = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     compare(lambda float8: Setup("tensorwise", world_mesh(), float8, shard=shard).build(), "offloaded")
+    results = []
+    for float8 in (False, True):
+        model = Setup("tensorwise", world_mesh(), float8, shard=shard).build()
+        results.append(train(model, 1))
+        with torch.inference_mode():
+            results[-1]["evaluated"] = model(batch(7))
+    assert_same(*results, "offloaded, evaluated")
 
 
 def one_rank():
@@ -199,11 +250,11 @@ def test_four_ranks():
 
 
 def test_three_ranks():
-    run_checks(3, [uneven])
+    run_checks(3, [uneven, amaxes_before_the_first_forward, inference_alone])
 
 
 def test_two_ranks():
-    run_checks(2, [columns, offloaded, uneven_parts, replicated])
+    run_checks(2, [columns, offloaded, uneven_parts, replicated, inference_alone])
 
 
 def test_one_rank():
