@@ -244,10 +244,8 @@ class _Walk:
         if match is None:
             self._leave(node, _NO_FORWARD)
             return
-        forward, _ = match
-        name = forward.fqn or fqn.of_node(node)
-        kinds: tuple[OperandKind, OperandKind] = ("grad_output", "weight")
-        self._gemm(node, "grad_input", name, left, right, kinds, forward.node, experts)
+        name = match[0].fqn or fqn.of_node(node)
+        self._gemm(node, "grad_input", name, left, right, ("grad_output", "weight"), match[0].node, experts)
 
     def _left_layer(self, gemm: Gemm) -> None:
         """What the gradient of a batched matmul with one matrix is known by: that matrix."""
@@ -280,7 +278,7 @@ class _Walk:
         if layer in self.batched and self._is_backward(node):
             return self.batched[layer]
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
-        parameters = [found for found in map(expanded_parameter, sides) if found is not None]
+        parameters = self._parameters(node)
         if any(not is_matrix(found) for found in parameters):
             reason = BATCHED_WEIGHT
         elif parameters or (not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))):
@@ -290,6 +288,11 @@ class _Walk:
         if layer is not None:
             self.batched[layer] = reason
         return reason
+
+    def _parameters(self, batched: fx.Node) -> list[fx.Node]:
+        """What a batched matmul reads of weights."""
+        weights, sides = self.of_parameters.weights, batched.args[-2:]  # of bmm and of baddbmm
+        return [found for side in sides if (found := expanded_parameter(side, weights)) is not None]  # type: ignore[arg-type]
 
     def _is_backward(self, node: fx.Node) -> bool:
         if node in self.backward:
@@ -390,8 +393,7 @@ class _Walk:
             m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
             k = shape_of(node.args[LEFT_OPERAND.get(node.target, 0)])[-1]  # type: ignore[index,arg-type]
         role: Role = "grad_input" if self._is_backward(node) else "output"
-        sides: Any = node.args[-2:]
-        no_weight = reason == BATCHED_WEIGHT and not any(map(expanded_parameter, sides))
+        no_weight = reason == BATCHED_WEIGHT and not self._parameters(node)
         of_experts = node.target is GROUPED_MM and contracts_rows(node)
         if reason == BATCHED_GRADIENT or (role == "grad_input" and (no_weight or of_experts)):
             role = "grad_weight"

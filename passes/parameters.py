@@ -6,7 +6,7 @@ is known to be a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -86,12 +86,14 @@ def is_marked(node: fx.Node) -> bool:
     return node.meta.get(_PARAMETER, False)
 
 
-def expanded_parameter(batched: fx.Node) -> fx.Node | None:
-    """The parameter that an operand of a batched matmul is, at most expanded on its way."""
+def expanded_parameter(batched: fx.Node, weights: Collection[fx.Node] = ()) -> fx.Node | None:
+    """The parameter that an operand of a batched matmul is, or that weight, at most expanded on its way."""
     node = base_of(batched)
     if node.target is aten.expand.default:
         node = node.args[0]  # type: ignore[assignment]
     source = input_of(node)
+    if source is None and base_of(node) in weights:
+        return base_of(node)
     return source if source is not None and is_marked(source) else None
 
 

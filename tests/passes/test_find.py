@@ -202,6 +202,11 @@ def test_a_batched_matmul_with_a_parameter_says_so():
     experts = Experts()
     added = report_of(lambda x: torch.baddbmm(bias, x, experts.weight), x)
     assert {d.reason for d in added.decisions} == wanted
+    more = nn.Parameter(randn(4, 32, 48, grad=False))
+    for computed in (lambda: more[:2], lambda: experts.weight * 0.5):
+        decisions = report_of(lambda x, computed=computed: torch.bmm(x, computed()), x).decisions
+        assert {d.reason for d in decisions} == wanted
+        assert sorted(d.role for d in decisions) == ["grad_input", "grad_weight", "output"]
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(2, 4), (1, 1)])
