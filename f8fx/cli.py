@@ -138,7 +138,7 @@ def _explain(args: argparse.Namespace) -> int:
 
     from f8fx.explanation import ExplainError, explain
 
-    options: dict[str, Any] = {"recipe": args.recipe, "select": args.select}
+    options: dict[str, Any] = {"recipe": args.recipe, "select": args.select, "experts": args.experts}
     options |= {"world": world, "copies": args.copies, "parallelize": parallelize}
     if args.target is not None:
         options["target"] = args.target
@@ -268,6 +268,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--target", metavar="NAME", help="hardware to decide for: h100, b200, ...")
     explain.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")
     explain.add_argument("--select", choices=("auto", "all"), default="auto")
+    explain.add_argument(
+        "--experts",
+        choices=("leave", "convert"),
+        default="leave",
+        help="grouped matmuls of a mixture of experts (default: leave)",
+    )
     explain.add_argument(
         "--world",
         metavar="N",

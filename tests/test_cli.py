@@ -113,6 +113,10 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def three(): return torch.nn.Linear(32, 32), torch.ones(16, 32), torch.ones(16)\n"
         "def reversed(): return (torch.ones(16, 32),), torch.nn.Linear(32, 32)\n"
         "def broken(): raise RuntimeError('no weights')\n"
+        "def experts():\n"
+        "    from tests.helpers import Experts\n"
+        "    x = torch.ones(48, 32, dtype=torch.bfloat16)\n"
+        "    return Experts().bfloat16(), (x, torch.tensor([16, 0, 20, 12]))\n"
         "number = 3\n"
     )
     (tmp_path / "needs_something.py").write_text("import surely_not_installed\n")
@@ -174,6 +178,16 @@ def test_demo_refuses_a_folder_that_cannot_be_made(capsys: Capture, tmp_path: Pa
 def test_explain_takes_a_list_of_inputs(capsys: Capture, user_module: str):
     assert main(["explain", f"{user_module}:listed"]) == 0
     assert "32 x 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("experts", "converted"), [([], 0), (["--experts", "convert"], 4)])
+def test_explain_looks_at_experts_if_asked(
+    capsys: Capture, user_module: str, experts: list[str], converted: int
+):
+    options = ("--recipe", "rowwise", "--select", "all", "--target", "h100", "--json", "-")
+    assert main(["explain", f"{user_module}:experts", *options, *experts]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 7 and sum(row["converted"] for row in rows) == converted
 
 
 def test_explain_names_the_nearest_target(capsys: Capture, user_module: str):
