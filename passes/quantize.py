@@ -125,7 +125,7 @@ class _GemmRewrite:
         rank = len(shape_of(source))
         # the stored copy is [rows, k]; the source is that, or its transpose
         transpose = operand.transposed == k_is_column
-        if self.gemm.experts and rank == 3:
+        if self.gemm.experts and operand.kind == "weight":
             source, transpose = self._below_each_other(operand), False
         elif rank > 2:
             source = insert(aten.squeeze.dims, source, list(range(rank - 2)))

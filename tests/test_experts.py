@@ -156,6 +156,17 @@ def test_rows_of_no_expert_do_not_count(recipe, value):
     assert_same(got[2:], want[2:])
 
 
+def test_rows_of_a_batch_of_one():
+    """As many as there are columns, so that no size would tell a wrong layout."""
+    model = Experts(dim=48, hidden=32).to(bf16)
+    x = randn(1, 48, 48, grad=False)
+    want = run(model, compiled(model, **OPTIONS), x[0])
+    viewed = compiled(lambda x, counts: model(x.view(48, 48), counts).view_as(x), **OPTIONS)
+    got = run(model, viewed, x)
+    assert torch.equal(got[0][0], want[0]) and torch.equal(got[1][0], want[1])
+    assert_same(got[2:], want[2:])
+
+
 def test_experts_without_rows_and_other_numbers_of_rows():
     model = Experts().to(bf16)
     f8 = compiled(model, dynamic=True, **OPTIONS)
