@@ -58,7 +58,9 @@ class Concatenations:
         for conversion in conversions:
             for operand in (conversion.gemm.left, conversion.gemm.right):
                 base = flat_base(operand.node)
-                side = _side(base, operand, overwritten) if base.target is aten.cat.default else None
+                is_one_matrix = not conversion.gemm.experts or operand.kind != "weight"
+                can_part = base.target is aten.cat.default and is_one_matrix
+                side = _side(base, operand, overwritten) if can_part else None
                 if side is None:
                     others.add(base)
                 else:

@@ -12,7 +12,7 @@ from torch import nn
 import f8fx
 from f8fx.passes import describe
 from f8fx.recipe import PRESETS
-from tests.helpers import Experts, bf16, compiled, graph_after, joint_graphs, randn, report_of
+from tests.helpers import Experts, bf16, compiled, graph_after, joint_graphs, randn, report_of, sqnr
 
 COUNTS = torch.tensor([16, 0, 20, 12])
 OFFSETS = torch.tensor([16, 16, 36, 48], dtype=torch.int32)
@@ -280,6 +280,25 @@ def test_weights_computed_from_parameters_are_weights():
 
     report = report_of(adapted, randn(48, 32), randn(48, 64), recipe="rowwise", experts="convert")
     assert [d.role for d in report.decisions if d.converted] == ["output", "grad_input"]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_weights_that_are_put_together(dim):
+    """A `cat` of matrices is one tensor of theirs; that of rows is read part by part, as any layer's."""
+    parts = [nn.Parameter(randn(4, 32, 32, grad=False, seed=seed) / 6) for seed in range(2)]
+    wide = [nn.Parameter(part.detach()[:2].contiguous()) for part in parts] if dim == 0 else parts
+
+    def together(x):
+        return torch._grouped_mm(x, torch.cat([0.5 * part for part in wide], dim), OFFSETS)
+
+    def halves(a, b):
+        return together(torch.cat([a.sin(), b.cos()], -1))
+
+    options = {"recipe": "rowwise", "experts": "convert"}
+    for fn, *args in ((halves, randn(48, 16), randn(48, 16, seed=1)), (together, randn(48, 32))):
+        if dim == 1:
+            args = [torch.cat([arg, arg], -1).detach().requires_grad_() for arg in args]
+        assert sqnr(fn(*args), compiled(fn, **options)(*args)) > 20
 
 
 def test_a_graph_of_grouped_float8_matmuls_is_not_converted_again():
