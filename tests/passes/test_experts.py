@@ -272,7 +272,7 @@ def test_matrices_that_are_no_weights_are_left():
 
 
 def test_weights_computed_from_parameters_are_weights():
-    """A LoRA-like sum, and a slice of the experts."""
+    """A slice of the experts, scaled."""
     base = nn.Parameter(randn(6, 64, 32, grad=False))
 
     def adapted(x, delta):
@@ -302,7 +302,7 @@ def test_weights_that_are_put_together(dim):
 
 
 def test_a_graph_of_grouped_float8_matmuls_is_not_converted_again():
-    """By a second compile of what was compiled, say; a user's own is told as float8."""
+    """By a second compile of what was compiled, say; nor is a user's own."""
     x, w = randn(48, 32, grad=False), randn(4, 64, 32, grad=False)
     e4m3 = torch.float8_e4m3fn
     ones = torch.ones(48), torch.ones(4, 64)
