@@ -60,6 +60,7 @@ GOALS: dict[str, dict[str, float]] = {
     },
 }
 _GOAL_TOKENS = 8192
+_GEMMS = frozenset(("mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"))
 
 
 def count(model: nn.Module, args: tuple[Tensor, ...], case: Case) -> dict[str, int]:
@@ -77,7 +78,7 @@ def count(model: nn.Module, args: tuple[Tensor, ...], case: Case) -> dict[str, i
         "est_bytes": least + sum(kernel.reread for kernel in triton),
         "strided_bytes": sum(kernel.strided for kernel in triton),
         "saved_bytes": saved,
-        "gemms": sum(name.rpartition(".")[2] in ("mm", "addmm", "_scaled_mm") for name in names),
+        "gemms": sum(name.rpartition(".")[2] in _GEMMS for name in names),
     }
 
 

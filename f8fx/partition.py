@@ -48,8 +48,21 @@ class Partitioner(CustomPartitionerFn):
         forward, backward = min_cut_partition(gm, joint_inputs, recomputable, **kwargs)
         if self.keep_to_halves and (found := reads(gm.graph, forward.graph, backward.graph)):
             raise ReadsOther(found)
+        for half in (forward, backward):
+            _erase_unread_gathers(half)
         return forward, backward
 
     def uuid(self) -> Any:
         """The code's hash is part of the pass's key."""
         return f"f8fx {self.save}{' halves' if self.keep_to_halves else ''}"
+
+
+def _erase_unread_gathers(half: fx.GraphModule) -> None:
+    """Erases float8 gathers that the other half reads: waiting counts as an effect, so that nobody else does.
+
+    With its own copy for each half (:mod:`passes.commute`), the backward's would be gathered in the forward too.
+    """
+    for node in reversed(list(half.graph.nodes)):
+        if node.op == "call_function" and not node.users and "f8fx" in node.meta:
+            half.graph.erase_node(node)
+    half.recompile()

@@ -41,12 +41,13 @@ from f8fx.report import GraphReport
 from . import halves
 from .amax_both import AmaxBoth
 from .amaxes import Amaxes
+from .backward import backward_nodes
 from .check import Known, check, signature
 from .choice import Choice, Convert, Skip, decision
 from .collectives import Collectives, Wire
 from .concatenations import Concatenations
 from .describe import describe
-from .find import Find, Found, backward_nodes
+from .find import Find, Found
 from .fold import Fold
 from .gemm import Gemm
 from .materialize import Materialize

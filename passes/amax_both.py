@@ -27,7 +27,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import sums_both_ways
 
-from .find import backward_nodes
+from .backward import backward_nodes
 from .in_memory import is_in_memory, part_in_memory
 from .one_read import ends_in
 from .operand import CASTS, SAME_ORDER, base_of, readers, shape_of

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .backward import backward_nodes
 from .fake import set_value
-from .find import backward_nodes
 from .matmuls import FLOAT8_MATMULS
 
 aten = torch.ops.aten

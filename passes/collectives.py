@@ -58,8 +58,8 @@ from f8fx.torch_private import group_backend, group_rank
 
 from . import fqn
 from .async_tp import expose_gemms
+from .backward import backward_nodes
 from .commute import Move, Stay, decide
-from .find import backward_nodes
 from .gather import (
     Gathered,
     find_gathered,

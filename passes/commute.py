@@ -235,10 +235,8 @@ def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -
     axes, shape = per_step[0], shape_of(gathered.shard)
     if not all(isinstance(size, int) for size in (*shape, *shape_of(amax.source))):
         raise _Refused("rowwise scales of dynamic sizes")
-    rank = len(shape)
-    outer, inner = frozenset(range(len(axes))), frozenset(range(rank - len(axes), rank))
-    if axes not in (outer, inner) or len(axes) == rank:
-        raise _Refused("the dimension that is scaled is neither the outer nor the inner one of the shard")
+    if len(axes) == len(shape):
+        raise _Refused("one row that is all of the shard")
     return Copy({scale: amax}, dtype, amax.casts, axes, amax.gathered_dim not in axes)
 
 

@@ -14,31 +14,32 @@ Here is only what tells them apart; :mod:`passes.find` collects them, if asked t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
+from .left import GROUPED_DYNAMIC, GROUPED_FORM, GROUPED_GRADIENT
 from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, permutation, shape_of
 
 aten = torch.ops.aten
 
 GROUPED_MM = aten._grouped_mm.default
+_ARGUMENTS = ("self", "mat2", "offs", "bias", "out_dtype")
 _TURNED = [0, 2, 1]
 
 
-def is_layer(node: fx.Node) -> bool:
-    """Whether a grouped matmul is one of rows by the matrices of their experts."""
-    operands = node.args[:2]
-    ranks = tuple(len(shape_of(operand)) for operand in operands)  # type: ignore[arg-type]
-    offsets = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
-    plain = len(node.args) < 4 and not node.kwargs.keys() - {"offs"}
-    matrices: tuple = shape_of(operands[1])  # type: ignore[arg-type]
-    return (
-        ranks == (2, 3)
-        and isinstance(offsets, fx.Node)
-        and plain
-        and all(isinstance(size, int) for size in matrices)
-    )
+def why_no_layer(node: fx.Node) -> str:
+    """Why a grouped matmul is not one of rows by the matrices of their experts; "" if it is."""
+    if contracts_rows(node):
+        return GROUPED_GRADIENT
+    left, right = node.args[:2]
+    dtype = _argument(node, "out_dtype")
+    plain = _argument(node, "bias") is None and dtype in (None, left.meta["val"].dtype)  # type: ignore[union-attr]
+    if (len(shape_of(left)), len(shape_of(right))) != (2, 3) or not plain:  # type: ignore[arg-type]
+        return GROUPED_FORM
+    sizes: tuple = shape_of(right)  # type: ignore[arg-type]
+    return "" if all(isinstance(size, int) for size in sizes) else GROUPED_DYNAMIC
 
 
 def contracts_rows(node: fx.Node) -> bool:
@@ -48,7 +49,7 @@ def contracts_rows(node: fx.Node) -> bool:
 
 def offsets_of(node: fx.Node) -> fx.Node:
     """Where the rows of each expert end."""
-    offsets = node.args[2] if len(node.args) > 2 else node.kwargs["offs"]
+    offsets = _argument(node, "offs")
     assert isinstance(offsets, fx.Node)
     return offsets
 
@@ -78,13 +79,18 @@ def stacked(node: fx.Node) -> tuple[fx.Node, int] | None:
     if node.target is not aten.view.default or "f8fx" not in node.meta:
         return None
     source = node.args[0]
-    if isinstance(source, fx.Node) and source.target is aten.clone.default:
+    if isinstance(source, fx.Node) and source.target is aten.clone.default and "f8fx" in source.meta:
         source = source.args[0]
     if not isinstance(source, fx.Node) or len(shape_of(source)) != 3:
         return None
     if source.target is aten.permute.default and "f8fx" in source.meta:
         return source.args[0], 1  # type: ignore[return-value]
     return source, 2
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    position = _ARGUMENTS.index(name)
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
 def _is_alike(node: fx.Node, source: fx.Node) -> bool:

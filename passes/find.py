@@ -37,7 +37,8 @@ from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
 from .activations import Activations
-from .experts import GROUPED_MM, contracts_rows, is_layer, trace_matrices
+from .backward import backward_nodes
+from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
 from .left import (
@@ -45,8 +46,8 @@ from .left import (
     BATCHED_GRADIENT,
     BATCHED_MATRIX,
     BATCHED_WEIGHT,
-    GROUPED,
-    GROUPED_GRADIENT,
+    GROUPED_ACTIVATIONS,
+    GROUPED_MATRIX,
     LEFT,
     LEFT_OPERAND,
 )
@@ -61,7 +62,7 @@ from .operand import (
     shape_of,
     trace,
 )
-from .parameters import expanded_parameter, of_parameters
+from .parameters import expanded_parameter, is_repeated, of_parameters
 
 aten = torch.ops.aten
 
@@ -79,18 +80,6 @@ class Found:
 
     gemms: list[Gemm] = field(default_factory=list)
     unmatched: list[Unmatched] = field(default_factory=list)
-
-
-def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a tangent; empty for an inference graph."""
-    backward: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if "tangents" in str(node.target):
-                backward.add(node)
-        elif any(source in backward for source in node.all_input_nodes):
-            backward.add(node)
-    return backward
 
 
 class Find:
@@ -161,8 +150,8 @@ class _Walk:
                 self.batched[node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
             elif node in self.layers:
                 self._left_layer(self.layers[node])
-            elif node.target is GROUPED_MM and self.experts and is_layer(node):
-                self._experts_gemm(node)
+            elif node.target is GROUPED_MM and self.experts:
+                self._grouped(node)
             elif node.target in LEFT:
                 self._leave(node, self._why_left(node))
             elif node.target in GEMMS:
@@ -176,8 +165,6 @@ class _Walk:
 
     def _why_left(self, node: fx.Node) -> str:
         reason = LEFT[node.target]
-        if reason == GROUPED and self.experts and contracts_rows(node):
-            return GROUPED_GRADIENT
         return self._batched(node) if reason == BATCHED else reason
 
     def _trace(self, node: fx.Node) -> _Traced:
@@ -227,12 +214,15 @@ class _Walk:
         self.readers[gemm.left.node].append((gemm, kinds[0]))
         self.readers[gemm.right.node].append((gemm, kinds[1]))
 
-    def _experts_gemm(self, node: fx.Node) -> None:
+    def _grouped(self, node: fx.Node) -> None:
+        if reason := why_no_layer(node):
+            self._leave(node, reason)
+            return
         rows, matrices = operands_of(node)
         source, transposed = trace_matrices(matrices, self._quantizes)
         right = _Traced(self.representatives.setdefault(("experts", identity(source)), source), transposed)
-        if matrices in self.backward or not self._is_weight(right.node):
-            self._leave(node, GROUPED)
+        if is_repeated(right.node) or not self._is_of_experts(right.node):
+            self._leave(node, GROUPED_MATRIX if is_repeated(right.node) else GROUPED_ACTIVATIONS)
             return
         left, experts = self._trace(rows), shape_of(matrices)[0]
         if not self._is_backward(node):
@@ -246,6 +236,12 @@ class _Walk:
             return
         name = match[0].fqn or fqn.of_node(node)
         self._gemm(node, "grad_input", name, left, right, ("grad_output", "weight"), match[0].node, experts)
+
+    def _is_of_experts(self, matrices: fx.Node) -> bool:
+        """Whether 3-D matrices may be weights."""
+        if matrices in self.backward or self.activations is None or not self.of_parameters.are_known:
+            return self._is_weight(matrices) and matrices not in self.backward
+        return matrices not in self.activations.found
 
     def _left_layer(self, gemm: Gemm) -> None:
         """What the gradient of a batched matmul with one matrix is known by: that matrix."""

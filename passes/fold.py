@@ -26,8 +26,8 @@ from f8fx.recipe import Role
 from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
+from .backward import backward_nodes
 from .fake import view_of
-from .find import backward_nodes
 from .operand import PERMUTES, SAME_ORDER, input_of, is_part_of, is_same, repeated_matrix, shape_of
 from .parameters import of_parameters
 from .rewrite import MARKS, Inserter, Provenance, erase_unused

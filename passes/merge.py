@@ -47,9 +47,9 @@ from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.report import MergeDecision
 
+from .backward import backward_nodes
 from .choice import Choice, Convert, current, reading
 from .family import Apart, Family, families, gemms, users_between
-from .find import backward_nodes
 from .gemm import Gemm
 from .lifetimes import Members, partitions, reads_by_strides
 from .merge_worth import Paying, judged, merge_decision, noted

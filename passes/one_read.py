@@ -27,8 +27,8 @@ from torch import fx
 from f8fx import ops
 from f8fx.kernels import row_cast_columns
 
+from .backward import backward_nodes
 from .choice import ALIGNMENT
-from .find import backward_nodes
 from .in_memory import is_in_memory
 from .matmuls import FLOAT8_MATMULS
 from .operand import MOVEMENTS, base_of, is_given, readers

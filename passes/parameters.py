@@ -34,7 +34,7 @@ _HELD = "f8fx_held"
 _CONTRACTIONS = frozenset(
     (
         *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
-        *("convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+        *("convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "grouped_mm"),
     )
 )
 
@@ -139,7 +139,7 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             if not sources:
                 if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
                     fixed.add(node)
-            elif _is_repeated(node):
+            elif is_repeated(node):
                 continue
             elif all(source in found.all for source in sources):
                 found.all.add(node)
@@ -152,7 +152,8 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
     return found
 
 
-def _is_repeated(node: fx.Node) -> bool:
+def is_repeated(node: fx.Node) -> bool:
+    """Whether a node holds another tensor several times."""
     if node.target not in (aten.expand.default, aten.repeat.default):
         return False
     before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]

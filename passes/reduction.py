@@ -18,7 +18,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
-from .find import backward_nodes
+from .backward import backward_nodes
 from .gather import is_movement
 from .operand import shape_of
 from .rewrite import Inserter

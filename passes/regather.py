@@ -94,8 +94,23 @@ class Rewrite:
         provenance = replace(reader.node.meta["f8fx"], inserted_by="collectives", is_result=not cast)
         return Inserter(self.graph, anchor, provenance, marked=not once)
 
+    def _order(self, copy: Copy) -> list[int] | None:
+        """How the shard's dimensions are ordered on the wire, if not as in the shard: those that are scaled stand together.
+
+        Of experts ``[e, n, k]`` the ``grad_input`` scales over ``n``. They were going to be turned after the gather. The
+        first dimension stays the first, as shards are stacked along it.
+        """
+        if copy.axes is None:
+            return None
+        dims = [*range(len(shape_of(self.gathered.shard)))]
+        order = sorted(dims, key=lambda dim: (dim in copy.axes) != (0 in copy.axes))  # type: ignore[operator]
+        return None if order == dims else order
+
     def _matrix(self, insert: Inserter, source: fx.Node, copy: Copy) -> tuple[fx.Node, int | None]:
         """The shard as a matrix, and the dimension of it that the amax runs over."""
+        if order := self._order(copy):
+            turned = insert(aten.permute.default, source, order)
+            source = insert(aten.clone.default, turned, memory_format=torch.contiguous_format)
         shape = shape_of(source)
         if copy.axes is None:
             if len(shape) == 2:
@@ -105,7 +120,7 @@ class Rewrite:
         inner = 0 not in copy.axes
         if len(shape) == 2:
             return source, 1 if inner else 0
-        split = min(copy.axes) if inner else len(copy.axes)
+        split = len(shape) - len(copy.axes) if inner else len(copy.axes)
         columns = 1
         for size in shape[split:]:
             columns *= size
@@ -161,7 +176,8 @@ class Rewrite:
     def _gather(self, insert: Inserter, copy: Copy, data: fx.Node) -> None:
         shape = shape_of(self.gathered.shard)
         if len(shape) != 2:
-            sizes = [insert.size(self.gathered.shard, axis) for axis in range(len(shape))]
+            order = self._order(copy)
+            sizes = [insert.size(self.gathered.shard, axis) for axis in order or range(len(shape))]
             data = insert(aten.reshape.default, data, sizes)
         if self.as_bytes:
             data = insert(aten.view.dtype, data, torch.uint8)
@@ -169,9 +185,16 @@ class Rewrite:
         waited: dict[fx.Node, fx.Node] = {}
         for use in copy.uses:
             if use.reader.wait not in waited:
-                waited[use.reader.wait] = self._inserter(use.reader.wait, use.reader)(wait_tensor, data)
+                insert = self._inserter(use.reader.wait, use.reader)
+                waited[use.reader.wait] = self._turned_back(insert, insert(wait_tensor, data), copy)
         for use in copy.uses:
             use.result.replace_all_uses_with(self._operand(copy, use, dict(waited)))
+
+    def _turned_back(self, insert: Inserter, gathered: fx.Node, copy: Copy) -> fx.Node:
+        order = self._order(copy)
+        if order is None:
+            return gathered
+        return insert(aten.permute.default, gathered, [order.index(axis) for axis in range(len(order))])
 
     def _target(self, copy: Copy, node: fx.Node) -> Any:
         """The operator of a movement, for the float8 copy."""
@@ -203,6 +226,10 @@ class Rewrite:
                 now[step.result] = self._pad(copy, reader, step.result, now)
             else:
                 for node in step.nodes:
+                    source = node.args[0]
+                    if node.target is aten.clone.default and now[source].meta["val"].is_contiguous():  # type: ignore[index]
+                        now[node] = now[source]  # type: ignore[index]
+                        continue
                     insert = self._inserter(node, reader)
                     args = fx.map_arg(node.args, lambda n: now.get(n, n))
                     now[node] = insert(self._target(copy, node), *args, **node.kwargs)  # type: ignore

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from .experts import GROUPED_MM
+from .matmuls import FLOAT8_MATMULS
 from .operand import CASTS, SAME_ORDER, is_elementwise
 
 aten = torch.ops.aten
 
-_MATMULS = frozenset((aten._scaled_mm.default, aten.mm.default, aten.addmm.default))
+_MATMULS = FLOAT8_MATMULS | {aten.mm.default, aten.addmm.default, GROUPED_MM}
 #: Movement and arithmetic between a matmul and the sum, computed in whatever kernel reads the result.
 _AFTER_MATMUL = SAME_ORDER | {
     aten.add.Tensor,

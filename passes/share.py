@@ -26,7 +26,7 @@ from torch import fx
 from f8fx import ops
 
 from . import fqn
-from .find import backward_nodes
+from .backward import backward_nodes
 from .matmuls import FLOAT8_MATMULS
 from .operand import base_of, is_given
 from .rewrite import erase_unused

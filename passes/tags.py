@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8fx import ops
 from f8fx.torch_private import overwritten_inputs
 
-from .find import backward_nodes
+from .backward import backward_nodes
 from .operand import readers_of_memory
 from .rewrite import RECOMPUTED
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from datetime import timedelta
 
 import pytest
@@ -10,13 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from f8fx import recording
+from f8fx import ops, recording
+from f8fx.passes import Collectives, check
+from f8fx.passes.rewrite import Provenance
 from f8fx.torch_private import group_timeout
 from tests.distributed.harness import TIMEOUT, outcome_fixture
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
-from tests.helpers import Block, bf16, compiled, randn
+from tests.helpers import Block, Experts, bf16, compiled, randn
 
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 1e-3), "AdamW": lambda p: torch.optim.AdamW(p, 1e-3)}
 
@@ -169,6 +175,75 @@ def check_native_float8_is_refused_on_gloo():
     assert {gather.reason for gather in reports[0].gathers} == {"gloo sends no float8"}
 
 
+def gathered_by(x, size, group):
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, size, group))
+
+
+def moved_by_hand(fn, x):
+    """What a function of the operators of the IR gives once its gather carries float8."""
+    graph_module = make_fx(fn)(x)
+    for node in graph_module.graph.nodes:
+        if node.target in ops.ALL:
+            node.meta["f8fx"] = Provenance(node.name, "", "output", "test")
+    (decision,) = Collectives()(graph_module.graph)
+    assert decision.moved, decision
+    check(graph_module.graph, "collectives")
+    graph_module.recompile()
+    return graph_module(x)
+
+
+def check_scales_over_any_dimensions():
+    """Of three, sharded along any, read in any order, as a matrix whose rows or columns are scaled."""
+    x = randn(2, 3, 4, grad=False, dtype=torch.float32, seed=dist.get_rank())
+    size, group = dist.get_world_size(), dist.group.WORLD.group_name
+
+    def quantized(x, sharded_dim, order, rows, dim):
+        whole = gathered_by(x, size, group)
+        if sharded_dim:
+            whole = torch.cat(torch.split(whole, x.shape[0]), sharded_dim)
+        turned = whole.permute(order)
+        matrix = turned.reshape(math.prod(turned.shape[:rows]), -1)
+        scale = ops.scale(ops.amax(matrix, dim), dtype=torch.float8_e4m3fn)
+        return ops.quantize(matrix, scale, dtype=torch.float8_e4m3fn, dim=dim).view(torch.uint8), scale
+
+    for case in itertools.product(range(3), itertools.permutations(range(3)), (1, 2), (0, 1)):
+        fn = functools.partial(quantized, sharded_dim=case[0], order=case[1], rows=case[2], dim=case[3])
+        for found, wanted in zip(moved_by_hand(fn, x), fn(x), strict=True):
+            assert torch.equal(found, wanted), case
+
+
+def check_experts():
+    """Where gathers are redone in the backward: each half reads a copy of its own, turned on the shard if need be."""
+    counts = torch.tensor([16, 0, 20, 12])
+
+    def gradients(recipe, turned, dtype, **options):
+        param_dtype = None if dtype is bf16 else bf16
+        model = simple_fsdp(Experts(turned=turned).to(dtype), mesh(), param_dtype=param_dtype, reshard=True)
+        step = compiled(model, experts="convert", recipe=recipe, **options)
+        for _ in range(2):  # the second one compiles nothing
+            model.zero_grad()
+            x = randn(48, 32, seed=dist.get_rank())
+            with InGraph() as sent:
+                y = step(x, counts)
+                y.backward(randn(*y.shape, grad=False, seed=5))
+        found = {"y": y.detach(), "x": x.grad} | {n: full(p.grad) for n, p in model.named_parameters()}
+        return found, sent.bytes
+
+    for case in (
+        ("rowwise", False, bf16),
+        ("rowwise", True, torch.float32),
+        ("rowwise_with_gw_hp", True, bf16),
+    ):
+        found, sent = gradients(*case)
+        wanted, before = gradients(*case, wire="off")
+        assert_same(found, wanted)
+        weights = 3 * 4 * 32 * 48
+        assert before["all_gather_into_tensor", bf16] == 2 * 2 * weights  # in the forward and in the backward
+        assert sent["all_gather_into_tensor", torch.uint8] == 2 * weights, (case, sent)
+        assert ("all_gather_into_tensor", bf16) not in sent
+
+
 def check_resharded_after_the_forward():
     """Every gather is redone in the backward: rowwise gathers rows' copies, then columns'."""
     compare_gathers(reshard=True)
@@ -198,14 +273,20 @@ def check_bytes_sent():
 
 
 def check_bytes_sent_under_checkpointing():
-    """What is gathered twice is gathered twice in float8; amaxes are reduced once."""
-    model = sharded(reshard=True)
-    step = compiled(model)
-    for _ in range(2):
-        with InGraph() as sent:
-            step(randn(2, 16, 128)).sum().backward()
-    assert sent.calls["all_reduce", torch.int32] == 1
-    assert sent.calls["all_gather_into_tensor", torch.uint8] == 8
+    """What is gathered twice is gathered twice in float8, each copy once; amaxes are reduced once."""
+    weights = 3 * 128 * 192 + 52 * 128  # the head has 51 rows, padded to 52
+    for recipe, executor in (
+        ("tensorwise", "eager"),
+        ("rowwise", "inductor"),
+        ("rowwise_with_gw_hp", "eager"),
+    ):
+        step = compiled(sharded(reshard=True), recipe=recipe, executor=executor)
+        for _ in range(2):  # the second one compiles nothing
+            with InGraph() as sent:
+                step(randn(2, 16, 128)).sum().backward()
+        assert sent.calls["all_reduce", torch.int32] == 1
+        assert sent.calls["all_gather_into_tensor", torch.uint8] == 8
+        assert sent.bytes["all_gather_into_tensor", torch.uint8] == 2 * weights
 
 
 def check_nan_and_inf_are_not_hidden():

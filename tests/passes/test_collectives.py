@@ -596,6 +596,44 @@ scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, as_strided, as_strided_
 return scaled_mm""",
         )
 
+    def test_a_scaled_dimension_between_others_is_turned_on_the_shard(self):
+        """[2, 16, 32] in each shard, a scale for each column of 16: what travels is as it is read."""
+
+        def f(x):
+            columns = gather(x).permute(0, 2, 1).clone(memory_format=torch.contiguous_format).view(-1, 16)
+            scale = ops.scale(ops.amax(columns, 1), dtype=torch.float8_e4m3fn)
+            return ops.quantize(columns, scale, dtype=torch.float8_e4m3fn, dim=1), scale
+
+        graph = by_hand(f, (2, 16, 32))
+        (decision,) = Collectives()(graph)
+        assert decision.moved
+        check(graph, "collectives")
+        self.assertExpectedInline(
+            describe(graph),
+            """\
+x_1: bf16[2,16,32]
+permute: bf16[2,32,16] = permute(x_1, [0, 2, 1])
+clone: bf16[2,32,16] = clone(permute, memory_format=torch.contiguous_format)
+reshape: bf16[64,16] = reshape(clone, [-1, 16])
+amax: f32[64] = f8fx.amax(reshape, 1)
+scale: f32[64] = f8fx.scale(amax, dtype=e4m3)
+quantize: e4m3[64,16] = f8fx.quantize(reshape, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reshape_1: f32[2,1,32] = reshape(scale, [2, 1, 32])
+all_gather_into_tensor: f32[8,1,32] = _c10d_functional.all_gather_into_tensor(reshape_1, 4, 0)
+wait_tensor: f32[8,1,32] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+permute_1: f32[8,32,1] = permute(wait_tensor, [0, 2, 1])
+reshape_2: f32[8,32,1] = reshape(permute_1, [8, 32, 1])
+reshape_3: f32[256,1] = reshape(reshape_2, [256, 1])
+reshape_4: f32[256] = reshape(reshape_3, [-1])
+reshape_5: e4m3[2,32,16] = reshape(quantize, [2, 32, 16])
+all_gather_into_tensor_1: e4m3[8,32,16] = _c10d_functional.all_gather_into_tensor(reshape_5, 4, 0)
+wait_tensor_1: e4m3[8,32,16] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
+permute_2: e4m3[8,16,32] = permute(wait_tensor_1, [0, 2, 1])
+permute_3: e4m3[8,32,16] = permute(permute_2, [0, 2, 1])
+unsafe_view: e4m3[256,16] = _unsafe_view(permute_3, [-1, 16])
+return [unsafe_view, reshape_4]""",
+        )
+
     def test_padded_after_the_gather(self):
         def f(x, w):
             return x @ aten.constant_pad_nd(gather(w), [0, 0, 0, 32], 0.0).t()
@@ -965,16 +1003,13 @@ def test_stays_when_what_is_gathered_is_no_float_or_float8_already():
     assert_stays_by_hand(("no floating-point tensor", ""), lambda x: f(x, torch.int64), (16, 64))
 
 
-def test_stays_when_a_scaled_dimension_lies_between_others():
-    """[2, 3, 16] in each shard, a scale for each column of three."""
-
+def test_stays_when_a_scale_is_for_all_of_it():
     def f(x):
-        columns = gather(x).permute(0, 2, 1).reshape(-1, 3)
-        scale = ops.scale(ops.amax(columns, 1), dtype=torch.float8_e4m3fn)
-        return ops.quantize(columns, scale, dtype=torch.float8_e4m3fn, dim=1)
+        row = gather(x).view(1, -1)
+        scale = ops.scale(ops.amax(row, 1), dtype=torch.float8_e4m3fn)
+        return ops.quantize(row, scale, dtype=torch.float8_e4m3fn, dim=1)
 
-    reason = "the dimension that is scaled is neither the outer nor the inner one of the shard"
-    assert_stays_by_hand((reason, ""), f, (2, 3, 16))
+    assert_stays_by_hand(("one row that is all of the shard", ""), f, (16, 64))
 
 
 def test_stays_when_rowwise_scales_have_dynamic_sizes():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from expecttest import TestCase
 from torch import nn
+from torch.library import custom_op
 
 import f8fx
 from f8fx.passes import describe
@@ -260,25 +261,113 @@ def test_other_forms_are_left():
     with torch.no_grad():
         batched = reasons(torch._grouped_mm, randn(4, 16, 32), randn(4, 32, 48))
         columns = reasons(lambda w, x: torch._grouped_mm(w, x, OFFSETS), randn(4, 16, 32), randn(32, 48))
-    assert batched == columns == {"output": LEFT}
+    assert batched == columns == {"output": "grouped matmul of another form"}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"offs": OFFSETS, "out_dtype": torch.float32}, {"offs": OFFSETS, "bias": torch.zeros(4, 64)}],
+    ids=str,
+)
+def test_forms_that_torch_does_not_have_yet_are_left(form):
+    """Put into its graph, as no CPU runs them."""
+    parsed = f8fx.Options.parse({"select": "all", "recipe": "rowwise", "experts": "convert"})
+    found = []
+
+    def transform(graph):
+        (node,) = (n for n in graph.nodes if n.target is torch.ops.aten._grouped_mm.default)
+        node.args, node.kwargs = node.args[:2], {**form, "offs": node.args[2]}
+        found.extend(parsed.pipeline()(graph).decisions)
+
+    with torch.no_grad():
+        joint_graphs(layer, randn(48, 32), randn(4, 64, 32), transform=transform)
+    assert [decision.reason for decision in found] == ["grouped matmul of another form"]
 
 
 def test_matrices_that_are_no_weights_are_left():
     def attention(x, y):
         return torch._grouped_mm(x, torch.tanh(y).mT, OFFSETS)
 
-    weights = {"output": LEFT, "grad_input": LEFT, "grad_weight": GRADIENT}
-    assert reasons(attention, randn(48, 32), randn(4, 64, 32)) == weights
+    why = "grouped matmul of two activations"
+    assert reasons(attention, randn(48, 32), randn(4, 64, 32)) == {
+        "output": why,
+        "grad_input": why,
+        "grad_weight": GRADIENT,
+    }
 
 
-def test_weights_computed_from_parameters_are_weights():
-    """A slice of the experts, scaled."""
-    base = nn.Parameter(randn(6, 64, 32, grad=False))
+def test_what_data_makes_of_parameters_is_no_weight():
+    """Where it is known which inputs are parameters."""
+    table = nn.Linear(32, 32, bias=False).to(bf16)
 
+    def attention(x, y):
+        return torch._grouped_mm(x, table(y).mT, OFFSETS)
+
+    report = report_of(attention, randn(48, 32), randn(4, 64, 32), recipe="rowwise", experts="convert")
+    left = {d.role: d.reason for d in report.decisions if d.fqn != "table" and not d.converted}
+    why = "grouped matmul of two activations"
+    assert left == {"output": why, "grad_input": why, "grad_weight": GRADIENT}
+
+
+def test_one_matrix_for_all_experts_is_left():
+    """It would be cast as often as there are experts."""
+    shared = nn.Parameter(randn(64, 32, grad=False))
+
+    def layer(x):
+        return torch._grouped_mm(x, shared.expand(4, -1, -1).mT, OFFSETS)
+
+    report = report_of(layer, randn(48, 32), recipe="rowwise", experts="convert")
+    why = "grouped matmul with one matrix"
+    assert {d.role: d.reason for d in report.decisions} == {
+        "output": why,
+        "grad_input": why,
+        "grad_weight": GRADIENT,
+    }
+
+
+@custom_op("f8fx_tests::unpacked_experts", mutates_args=())
+def unpacked(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return table[codes.long()]
+
+
+@unpacked.register_fake
+def _(codes, table):
+    return table.new_empty(codes.shape)
+
+
+BASE = nn.Parameter(randn(6, 64, 32, grad=False))
+DOWN, UP = nn.Parameter(randn(4, 8, 32, grad=False) / 6), nn.Parameter(randn(4, 64, 8, grad=False) / 3)
+CODES = torch.randint(0, 16, (4, 64, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+TABLE = torch.linspace(-1, 1, 16, dtype=bf16)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda: (BASE * 0.5)[:4],
+        lambda: BASE[:4] + 2.0 * (UP @ DOWN),
+        lambda: unpacked(CODES, TABLE),
+        lambda: TABLE[CODES.long()],
+    ],
+    ids=["a slice, scaled", "an adapter", "unpacked", "looked up"],
+)
+def test_weights_computed_from_parameters_are_weights(weights):
     def adapted(x, delta):
-        return torch._grouped_mm(x, (base * 0.5)[:4].mT, OFFSETS) + delta
+        return torch._grouped_mm(x, weights().mT, OFFSETS) + delta
 
-    report = report_of(adapted, randn(48, 32), randn(48, 64), recipe="rowwise", experts="convert")
+    x, delta = randn(48, 32), randn(48, 64)
+    report = report_of(adapted, x, delta, recipe="rowwise", experts="convert")
+    grouped = [d.role for d in report.decisions if d.converted and (d.m, d.k * d.n) == (48, 64 * 32)]
+    assert grouped == ["output", "grad_input"]
+    assert sqnr(adapted(x, delta), compiled(adapted, recipe="rowwise", experts="convert")(x, delta)) > 20
+
+
+def test_a_dtype_of_the_result_that_is_the_rows():
+    def layer(x, w):
+        return torch._grouped_mm(x, w.mT, OFFSETS, out_dtype=bf16)
+
+    x, w = randn(48, 32), nn.Parameter(randn(4, 64, 32, grad=False))
+    report = report_of(layer, x, w, recipe="rowwise", experts="convert")
     assert [d.role for d in report.decisions if d.converted] == ["output", "grad_input"]
 
 

@@ -66,6 +66,15 @@ def test_a_bias_is_part_of_the_matmul():
     assert marked(f, *args(), randn(32, grad=False)) == 1
 
 
+def test_a_matmul_of_experts_is_one_too():
+    def f(x, w):
+        h = x + torch._grouped_mm(x, w.mT, torch.tensor([6, 16], dtype=torch.int32))
+        return h.sin() + F.rms_norm(h, (32,))
+
+    inputs = randn(16, 32, grad=False), randn(2, 32, 32, grad=False)
+    assert marked(f, *inputs, recipe="rowwise", experts="convert") == 1
+
+
 def test_dropout_is_no_other_matmul():
     def f(x, w):
         h = x + F.dropout(F.linear(x, w), 0.5)
