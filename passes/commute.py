@@ -311,8 +311,24 @@ def _halves(node: fx.Node, backward: Set[fx.Node]) -> set[bool]:
     """Whether the backward (True) and the forward (False) compute with a value."""
     found: set[bool] = set()
     for user in node.users:
-        if user in backward or user.target in FLOAT8_MATMULS:
-            found.add(user in backward)
+        if user in backward:
+            found.add(True)
+        elif user.target in FLOAT8_MATMULS:
+            found |= {False, _is_redone(user, backward)}
         else:
             found |= _halves(user, backward)
     return found
+
+
+def _is_redone(gemm: fx.Node, backward: Set[fx.Node]) -> bool:
+    """Whether checkpointing runs a gemm of the forward again: the backward needs what its region computes of it."""
+    region, seen, todo = gemm.meta.get("ac_graph_id"), {gemm}, [gemm]
+    while todo:
+        node = todo.pop()
+        if node.meta.get("recompute") not in RECOMPUTED or node.meta.get("ac_graph_id") != region:
+            continue
+        if any(user in backward for user in node.users if user.op != "output"):
+            return True
+        todo += [user for user in node.users if user not in seen]
+        seen.update(node.users)
+    return False

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from f8fx import ops, recording
+from f8fx import explain, ops, recording
 from f8fx.passes import Collectives, check
 from f8fx.passes.rewrite import Provenance
 from f8fx.torch_private import group_timeout
@@ -287,6 +287,11 @@ def check_bytes_sent_under_checkpointing():
         assert sent.calls["all_reduce", torch.int32] == 1
         assert sent.calls["all_gather_into_tensor", torch.uint8] == 8
         assert sent.bytes["all_gather_into_tensor", torch.uint8] == 2 * weights
+        explained = explain(
+            sharded(reshard=True), randn(2, 16, 128), target="cpu", select="all", recipe=recipe
+        ).communication
+        counted = {(row.op, row.dtype): row.input_bytes for row in explained.float8}
+        assert counted["all_gather", "uint8"] == weights  # what a rank hands in
 
 
 def check_nan_and_inf_are_not_hidden():

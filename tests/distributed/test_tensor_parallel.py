@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint
 
 from f8fx import explain, recording
 from tests.distributed.harness import outcome_fixture
@@ -66,6 +67,13 @@ def parallel(model, mesh):
         }
         parallelize_module(layer, mesh, plan)
     return model
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
 
 
 class Gate(nn.Module):
@@ -195,6 +203,21 @@ def check_bytes_sent():
             (name.split("_into")[0].split("_tensor")[0], str(dtype).split(".")[1]): size * _handed_in(name)
             for (name, dtype), size in sent_bytes.items()
         }
+
+
+def check_bytes_sent_under_checkpointing():
+    """In the backward checkpointing gathers the forward's rows again, and the gradient reads columns: 3 bytes for 4."""
+    with recording() as reports:
+        step = compiled(parallel(Checkpointed(), tp_mesh()), recipe="rowwise")
+        for _ in range(2):
+            with InGraph() as sent:
+                step(randn(2, 16, 64)).sum().backward()
+    moved = [gather.detail for report in reports for gather in report.gathers if gather.moved]
+    before, after = (sum(int(detail.split()[i]) for detail in moved) for i in (0, 3))
+    sizes = sent.bytes
+    gathered = [sizes["all_gather_into_tensor", dtype] for dtype in (torch.uint8, torch.float32)]
+    assert after == sum(gathered) + 2 * sizes["all_reduce", torch.int32]
+    assert gathered[0] == 3 * before // 4
 
 
 def _handed_in(collective):
