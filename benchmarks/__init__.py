@@ -10,6 +10,7 @@
  ``linear_sweep``   how fast is one linear layer, forward and backward, by M, K and N?     needed
  ``kernels``        how near does each cast kernel come to the copy bandwidth?             needed
  ``inference``      how fast are a prompt and steps of decoding?                           needed
+ ``experts``        how fast are the experts of a mixture, as grouped matmuls?             needed
  ``train_1b``       does 1 B parameters learn in float8 as in bf16, and how fast?          needed
  ``compile_time``   what do the passes cost, by size of the graph and of a compile?        not used
  ``gpu``            all of the above and the GPU tests, within ten minutes                 needed

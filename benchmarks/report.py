@@ -16,6 +16,7 @@ from . import (
     ceilings,
     comm,
     compile_time,
+    experts,
     gpu,
     inference,
     kernel_times,
@@ -38,6 +39,7 @@ GRIDS: dict[str, Callable[[Result], list[Grid]]] = {
     kernels.NAME: kernels.grids,
     linear_sweep.NAME: linear_sweep.grids,
     llama_block.NAME: llama_block.grids,
+    experts.NAME: llama_block.grids,
     compile_time.NAME: compile_time.grids,
     comm.NAME: comm.grids,
     gpu.NAME: gpu.grids,
@@ -235,6 +237,7 @@ def _draw_comm(figure: Figure, result: Result) -> None:
 _DRAW: dict[str, Callable[[Figure, Result], None]] = {
     linear_sweep.NAME: _draw_sweep,
     llama_block.NAME: _draw_block,
+    experts.NAME: _draw_block,
     compile_time.NAME: _draw_compile,
     comm.NAME: _draw_comm,
     ceilings.NAME: pictures.draw_ceilings,

@@ -16,7 +16,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,7 @@ def build(
     smoke: bool,
     options: Mapping[str, Any] | None = None,
     inductor: Mapping[str, Any] | None = None,
+    convert: Callable[[nn.Module, str], nn.Module] | None = None,
 ) -> Variant:
     """One version of ``module``, compiled and run once.
 
@@ -82,6 +83,7 @@ def build(
         smoke: without code generation.
         options: of f8fx, beside the recipe and what is selected.
         inductor: Inductor's options.
+        convert: makes torchao's version for a recipe; default: :func:`to_torchao`.
     """
     module = copy.deepcopy(module)
     inductor = {} if smoke else dict(inductor or {})
@@ -89,7 +91,7 @@ def build(
     backend: Any = "aot_eager" if smoke else "inductor"
     chosen: dict[str, Any] = inductor
     if name == "torchao":
-        module = to_torchao(module, recipe)
+        module = (convert or to_torchao)(module, recipe)
     elif name != "bf16":
         backend = f8fx
         chosen = {"recipe": recipe, "select": "auto" if name == "f8fx_auto" else "all", "strict": True}
@@ -159,9 +161,16 @@ class Comparison:
 
 
 def compare(
-    module: nn.Module, x: Tensor, grad: Tensor, recipe: str, smoke: bool = False, seconds: float = 1.0
+    module: nn.Module,
+    x: Tensor,
+    grad: Tensor,
+    recipe: str,
+    smoke: bool = False,
+    seconds: float = 1.0,
+    options: Mapping[str, Any] | None = None,
+    convert: Callable[[nn.Module, str], nn.Module] | None = None,
 ) -> Comparison:
-    """Builds and times all versions of a module."""
+    """Builds and times all versions of a module; see :func:`build`."""
     torch.compiler.reset()
     variants: dict[str, Variant] = {}
     errors: dict[str, str] = {}
@@ -169,7 +178,7 @@ def compare(
     reference: tuple[Tensor, ...] = ()
     for name in NAMES:
         try:
-            variant = build(name, module, x, grad, recipe, smoke)
+            variant = build(name, module, x, grad, recipe, smoke, options, convert=convert)
             results = variant.step()[:2]
         except Exception as error:  # one version that cannot run must not hide the others
             errors[name] = one_line(error)

@@ -1,0 +1,161 @@
+"""The SwiGLU experts of three mixtures, 8192 tokens: time, peak memory, bytes saved for backward.
+
+``python -m benchmarks.experts``. bf16, torchao (its prototype for grouped matmuls, rowwise) and f8fx with
+``experts="convert"`` from the same weights, forward and backward. Rows are sorted by expert, as routing leaves them, and
+their numbers are uneven; torchao wants multiples of 16, so all get those.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import common, variants
+from .common import Row, console
+from .linear_sweep import print_verdicts
+from .llama_block import CASE, grids, memory_of
+
+NAME = "experts"
+TOKENS = 8192
+RECIPES = ("rowwise", "rowwise_with_gw_hp")
+_OPTIONS = {"experts": "convert"}
+_GROUP = 16
+
+
+class Mixture(NamedTuple):
+    """The sizes of a mixture of experts.
+
+    Attributes:
+        chosen: how many experts a token goes to.
+    """
+
+    experts: int
+    chosen: int
+    dim: int
+    hidden: int
+
+
+MODELS = {
+    "mixtral_8x7b": Mixture(8, 2, 4096, 14336),
+    "deepseek_v2_lite": Mixture(64, 6, 2048, 1408),
+    "qwen3_30b_a3b": Mixture(128, 8, 2048, 768),
+}
+_TINY = Mixture(4, 2, 32, 48)
+
+
+class Experts(nn.Module):
+    """All experts of a layer, in bfloat16.
+
+    Args:
+        offsets: where the rows of each expert end.
+    """
+
+    offsets: Tensor
+
+    def __init__(self, size: Mixture, offsets: Tensor) -> None:
+        super().__init__()
+        inward = size.experts, size.hidden, size.dim
+        outward = size.experts, size.dim, size.hidden
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.randn(*shape, dtype=torch.bfloat16) / shape[-1] ** 0.5)
+            for shape in (inward, inward, outward)
+        )
+        self.register_buffer("offsets", offsets)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, dim] -> [rows, dim]"""
+        hidden = F.silu(self._layer(x, self.gate)) * self._layer(x, self.up)
+        return self._layer(hidden, self.down)
+
+    def _layer(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.grouped_mm(x, weight.mT, offs=self.offsets)
+
+
+def experts_of(size: Mixture, device: str, tokens: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Experts, their input [rows, D], and a gradient of their output; the same ones every time."""
+    torch.manual_seed(0)
+    rows = tokens * size.chosen
+    shares = torch.rand(size.experts) + 0.5
+    ends = (torch.cumsum(shares / shares.sum(), 0) * (rows // _GROUP)).round().to(torch.int32) * _GROUP
+    ends[-1] = rows
+    with torch.device(device):
+        module = Experts(size, ends.to(device))
+        x = torch.randn(rows, size.dim, dtype=torch.bfloat16)
+    return module, x.requires_grad_(), torch.randn_like(x)
+
+
+def to_torchao(module: nn.Module, recipe: str) -> nn.Module:
+    """The module with its weights wrapped by torchao's prototype, which knows one recipe."""
+    if recipe != "rowwise":
+        raise NotImplementedError(f"torchao has no {recipe} experts")
+    from torchao.prototype.moe_training.config import Float8TrainingOpConfig, Float8TrainingRecipe
+    from torchao.quantization import quantize_
+
+    config = Float8TrainingOpConfig.from_recipe(Float8TrainingRecipe.FP8_ROWWISE)
+    quantize_(module, config, filter_fn=lambda child, fqn: child is module)
+    return module
+
+
+def cases(quick: bool) -> list[dict[str, Any]]:
+    """``rowwise`` first, which is all with ``--quick``."""
+    recipes = RECIPES[:1] if quick else RECIPES
+    return [
+        {"model": model, "recipe": recipe, "checkpointing": False} for recipe in recipes for model in MODELS
+    ]
+
+
+def measure(
+    model: str,
+    recipe: str,
+    checkpointing: bool = False,
+    device: str = "cuda",
+    tokens: int = TOKENS,
+    seconds: float = 2.0,
+) -> Row:
+    """Times all versions, then looks at the memory of each."""
+    module, x, grad = experts_of(MODELS.get(model, _TINY), device, tokens)
+    smoke = x.device.type == "cpu"
+    found = variants.compare(module, x, grad, recipe, smoke, seconds, _OPTIONS, to_torchao)
+    memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
+    return {**found.row(), "memory": memory, "tokens": tokens, "clocks": common.clocks()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = common.parser(__doc__, smoke=True).parse_args(argv)
+    if args.cpu_smoke:
+        return smoke()
+    if reason := common.why_no_gpu():
+        console.print(reason)
+        return 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder = common.Recorder(NAME, common.stamp(device), {"tokens": TOKENS}, args.results, args.fresh)
+    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)
+    result, path = recorder.finish(variants.verdicts(recorder.rows, CASE), complete)
+    for grid in grids(result):
+        grid.print()
+    print_verdicts(result["summary"])
+    console.print(f"Written to {path}")
+    return 0
+
+
+def smoke() -> int:
+    """Runs tiny experts on CPU; times mean nothing and are not kept."""
+    torch.set_num_threads(1)
+    rows = []
+    for recipe in RECIPES:
+        case: dict[str, Any] = {"model": "tiny", "recipe": recipe, "checkpointing": False}
+        rows.append({**case, **measure(**case, device="cpu", tokens=32, seconds=0.0)})
+    console.print(common.SMOKE)
+    for grid in grids({"rows": rows}):
+        grid.print()
+    for row in rows:
+        if row["errors"]:
+            console.print(f"{row['errors']}", markup=False)
+    return 1 if any(set(row["errors"]) - {"torchao"} for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
