@@ -336,6 +336,17 @@ class Grid:
         return f"### {self.title}\n\n{text}\n"
 
 
+def end_smoke(rows: Sequence[Row], grids: Iterable[Grid]) -> int:
+    """Shows what a smoke of several versions gave; the exit code, 1 if one but torchao's did not run."""
+    console.print(SMOKE)
+    for grid in grids:
+        grid.print()
+    for row in rows:
+        if row["errors"]:
+            console.print(f"{row['errors']}", markup=False)
+    return 1 if any(set(row["errors"]) - {"torchao"} for row in rows) else 0
+
+
 def show(value: float | None, spec: str = ".2f") -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None or value != value else format(value, spec)

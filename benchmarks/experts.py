@@ -148,13 +148,7 @@ def smoke() -> int:
     for recipe in RECIPES:
         case: dict[str, Any] = {"model": "tiny", "recipe": recipe, "checkpointing": False}
         rows.append({**case, **measure(**case, device="cpu", tokens=32, seconds=0.0)})
-    console.print(common.SMOKE)
-    for grid in grids({"rows": rows}):
-        grid.print()
-    for row in rows:
-        if row["errors"]:
-            console.print(f"{row['errors']}", markup=False)
-    return 1 if any(set(row["errors"]) - {"torchao"} for row in rows) else 0
+    return common.end_smoke(rows, grids({"rows": rows}))
 
 
 if __name__ == "__main__":

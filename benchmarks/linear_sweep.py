@@ -159,13 +159,7 @@ def smoke() -> int:
     for (m, k, n), recipe in itertools.product(_SMOKE, variants.RECIPES):
         case = {"m": m, "k": k, "n": n, "recipe": recipe}
         rows.append({**case, **measure(m, k, n, recipe, device="cpu", seconds=0.0)})
-    console.print(common.SMOKE)
-    for grid in grids({"rows": rows}):
-        grid.print()
-    failed = [row for row in rows if row["errors"]]
-    for row in failed:
-        console.print(f"{row['recipe']}: {row['errors']}", markup=False)
-    return 1 if any(set(row["errors"]) - {"torchao"} for row in rows) else 0
+    return common.end_smoke(rows, grids({"rows": rows}))
 
 
 if __name__ == "__main__":
