@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import ahead, canary, executor, halves, lowerings, weight_inputs
+from . import ahead, canary, executor, halves, inference_inputs, lowerings, weight_inputs
 from .agreement import confirm, confirm_plain
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options
@@ -201,7 +201,7 @@ def compile_graph(
         compiled = _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
         return halves.saying(compiled, weights, ANYTHING)
     _publish(graph_pass, options)
-    return halves.saying(compiled, weights, reads)
+    return halves.saying(inference_inputs.savable(compiled, example_inputs), weights, reads)
 
 
 def _run_with_weights(

@@ -142,6 +142,24 @@ def test_train_eval_no_grad_and_inference_mode():
     f8(x).sum().backward()
 
 
+def test_frozen_weights_that_were_made_under_inference_mode():
+    """Under autocast PyTorch saves their rounding; f8fx saves them, which autograd refuses for such tensors."""
+
+    def gradients(model):
+        x = randn(16, 32, dtype=torch.float32)
+        with torch.autocast("cpu", bf16):
+            y = compiled(model)(x)
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    with torch.inference_mode():
+        model = nn.Linear(32, 64).requires_grad_(False)
+    ordinary = nn.Linear(32, 64).requires_grad_(False)
+    ordinary.load_state_dict(model.state_dict())
+    for found, wanted in zip(gradients(model), gradients(ordinary), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_double_compile():
     """Dynamo compiles through an already compiled module; the result is that of compiling once."""
     model = linear()
