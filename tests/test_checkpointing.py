@@ -112,8 +112,18 @@ class Reused(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rowwise_scales", ["in_gemm", "torchao", "after"])
+@pytest.mark.parametrize(
+    ("recipe", "rowwise_scales"),
+    [
+        ("tensorwise", "in_gemm"),  # it has none
+        ("rowwise", "in_gemm"),
+        ("rowwise", "torchao"),
+        ("rowwise", "after"),
+        ("rowwise_with_gw_hp", "in_gemm"),
+        pytest.param("rowwise_with_gw_hp", "torchao", marks=pytest.mark.long),
+        pytest.param("rowwise_with_gw_hp", "after", marks=pytest.mark.long),
+    ],
+)
 def test_casts_shared_between_regions_are_not_saved(recipe, rowwise_scales):
     high = saved("full", None, model=Reused)
     float8 = saved("full", recipe, model=Reused, rowwise_scales=rowwise_scales)

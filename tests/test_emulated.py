@@ -142,7 +142,7 @@ def differing(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=pytest.mark.long if name == "rowwise_with_gw_hp" else ()) for name in PRESETS],
+    [pytest.param(name, marks=() if name == "rowwise" else pytest.mark.long) for name in PRESETS],
 )
 def test_generated_code_computes_the_definitions(recipe, tmp_path):
     torch.manual_seed(0)

@@ -197,6 +197,7 @@ def test_an_odd_number_of_tokens(recipe):
     assert odd["triton_kernels"] <= even["triton_kernels"] + 3
 
 
+@pytest.mark.long
 def test_more_tokens_are_no_more_launches():
     """Amaxes of rows are reduced by one kernel, however many rows there are."""
     case = traffic.Case("tensorwise")
