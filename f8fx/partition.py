@@ -62,7 +62,10 @@ def _erase_unread_gathers(half: fx.GraphModule) -> None:
 
     With its own copy for each half (:mod:`passes.commute`), the backward's would be gathered in the forward too.
     """
+    erased = False
     for node in reversed(list(half.graph.nodes)):
         if node.op == "call_function" and not node.users and "f8fx" in node.meta:
             half.graph.erase_node(node)
-    half.recompile()
+            erased = True
+    if erased:
+        half.recompile()

@@ -239,9 +239,11 @@ class _Walk:
 
     def _is_of_experts(self, matrices: fx.Node) -> bool:
         """Whether 3-D matrices may be weights."""
-        if matrices in self.backward or self.activations is None or not self.of_parameters.are_known:
-            return self._is_weight(matrices) and matrices not in self.backward
-        return matrices not in self.activations.found
+        if matrices in self.backward:
+            return False
+        if self.activations is not None and self.of_parameters.are_known:
+            return matrices not in self.activations.found
+        return matrices in self.of_parameters.all or input_of(matrices) is not None
 
     def _left_layer(self, gemm: Gemm) -> None:
         """What the gradient of a batched matmul with one matrix is known by: that matrix."""

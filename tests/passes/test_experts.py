@@ -362,6 +362,27 @@ def test_weights_computed_from_parameters_are_weights(weights):
     assert sqnr(adapted(x, delta), compiled(adapted, recipe="rowwise", experts="convert")(x, delta)) > 20
 
 
+def test_an_adapter_is_a_weight_where_activations_are_converted_too():
+    def adapted(x):
+        return torch._grouped_mm(x, (BASE[:4] + UP @ DOWN).mT, OFFSETS)
+
+    options = {"recipe": "rowwise", "experts": "convert", "activations": "convert"}
+    report = report_of(adapted, randn(48, 32), **options)
+    grouped = [d.role for d in report.decisions if d.converted and (d.m, d.k * d.n) == (48, 64 * 32)]
+    assert grouped == ["output", "grad_input"]
+
+
+def test_matrices_whose_sizes_change_are_left():
+    x, w = randn(48, 32), randn(4, 64, 32)
+    f8 = compiled(layer, recipe="rowwise", experts="convert", dynamic=True)
+    with f8fx.recording() as reports:
+        y = f8(x, w)
+    assert torch.equal(y, layer(x, w))
+    left = {d.role: d.reason for report in reports for d in report.decisions}
+    why = "grouped matmul of matrices whose sizes change"
+    assert left == {"output": why, "grad_input": why, "grad_weight": GRADIENT}
+
+
 def test_a_dtype_of_the_result_that_is_the_rows():
     def layer(x, w):
         return torch._grouped_mm(x, w.mT, OFFSETS, out_dtype=bf16)
