@@ -50,6 +50,7 @@ from .describe import describe
 from .find import Find, Found
 from .fold import Fold
 from .gemm import Gemm
+from .marked import unfolded
 from .materialize import Materialize
 from .merge import Merge
 from .one_read import OneRead
@@ -58,7 +59,7 @@ from .quantize import Quantize, RowwiseScales
 from .reuse import Reuse, WeightInputs
 from .rowwise import best_rowwise_scales, rowwise_scales_on
 from .select import FilterError, Policy, Select
-from .share import Share, unfolded
+from .share import Share
 from .tags import Tags
 
 __all__ = [

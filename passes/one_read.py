@@ -30,9 +30,9 @@ from f8fx.kernels import row_cast_columns
 from .backward import backward_nodes
 from .choice import ALIGNMENT
 from .in_memory import is_in_memory
+from .marked import IN_BACKWARD
 from .matmuls import FLOAT8_MATMULS
 from .operand import MOVEMENTS, base_of, is_given, readers
-from .share import IN_BACKWARD
 
 aten = torch.ops.aten
 

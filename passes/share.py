@@ -4,8 +4,7 @@
 
 1. equal inserted nodes become one (inference graphs have no partitioner, hence no CSE, of their own;
    in training this also joins forward and backward);
-2. ``quantize`` of a ``dequantize`` of the same format folds to the float8 tensor that was marked, or,
-   transposed or padded, to a copy of its bytes (``relayout``);
+2. ``quantize`` of a tensor that is marked as float8 already folds to that (:mod:`passes.marked`);
 3. the row-major and the transposed copy of one tensor become one two-output operator, which reads
    its source once, where both are made in the same half of the graph. A forward and a backward copy
    stay apart: joined, they would be made in the forward and the second one kept until the backward. For
@@ -25,15 +24,10 @@ from torch import fx
 
 from f8fx import ops
 
-from . import fqn
 from .backward import backward_nodes
+from .marked import fold
 from .matmuls import FLOAT8_MATMULS
 from .operand import base_of, is_given
-from .rewrite import erase_unused
-
-_PLAIN = (1, 1)
-#: As ``partitioner_tag``: not to be computed in the forward and saved.
-IN_BACKWARD = "must_be_in_backward"
 
 
 class Share:
@@ -47,7 +41,7 @@ class Share:
         self.weights_at_once = weights_at_once
 
     def __call__(self, graph: fx.Graph) -> None:
-        _fold_dequantize(graph)
+        fold(graph)
         _join_equal(graph)
         _join_layouts(graph, self.weights_at_once)
 
@@ -74,65 +68,6 @@ def _join_equal(graph: fx.Graph) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-
-
-def _fold_dequantize(graph: fx.Graph) -> None:
-    for node in _inserted(graph):
-        if node.target is not ops.quantize:
-            continue
-        marker, own_scale = node.args[:2]
-        assert isinstance(marker, fx.Node) and isinstance(own_scale, fx.Node)
-        marked = _marked(marker).get(_format_wanted(node, own_scale))
-        if marked is None:
-            continue
-        data, scale = marked
-        if node.kwargs["transpose"] or tuple(node.kwargs["align"]) != _PLAIN:  # type: ignore[arg-type]
-            with graph.inserting_before(node):
-                layout = {"transpose": node.kwargs["transpose"], "align": node.kwargs["align"]}
-                data = graph.create_node("call_function", ops.relayout, (data,), layout, "relayout")
-            data.meta.update(node.meta)  # shape, strides and dtype are the same too
-            if node.meta["f8fx"].role != "output":
-                # made in the forward it would be kept until the backward: an unsharded copy of every weight.
-                # What is marked is there in the backward too
-                data.meta["partitioner_tag"] = IN_BACKWARD
-        node.replace_all_uses_with(data)
-        own_scale.replace_all_uses_with(scale)
-        erase_unused(graph, node)
-
-
-def _format_wanted(quantize: fx.Node, scale: fx.Node) -> Hashable:
-    return quantize.kwargs["dtype"], quantize.kwargs.get("dim"), bool(scale.kwargs.get("power_of_2"))
-
-
-def _marked(marker: fx.Node) -> dict[Hashable, tuple[fx.Node, fx.Node]]:
-    """The float8 copies that exist of a marked tensor: format -> (data, scale). Empty without a marker."""
-    if marker.target not in ops.MARKERS:
-        return {}
-    tensors: Any = marker.args
-    names = (("dim", "power_of_2"), ("dim_other", "power_of_2_other"))
-    copies: dict[Hashable, tuple[fx.Node, fx.Node]] = {}
-    for data, scale, (dim, power_of_2) in zip(tensors[::2], tensors[1::2], names, strict=False):
-        form = data.meta["val"].dtype, marker.kwargs.get(dim), bool(marker.kwargs.get(power_of_2))
-        copies.setdefault(form, (data, scale))
-    return copies
-
-
-def unfolded(graph: fx.Graph) -> list[str]:
-    """Names of the modules that read a marked tensor in high precision, one for each tensor read so.
-
-    What they get is the float8 rounding of the tensor, since nothing else of it exists.
-    """
-    live: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output" or node in live or node.is_impure():
-            live.add(node)
-            live.update(node.all_input_nodes)
-    names = []
-    for node in graph.nodes:
-        if node in live and node.target in ops.MARKERS:
-            readers = {fqn.of_node(user) for user in node.users if user in live}
-            names.append(", ".join(sorted(readers)))
-    return names
 
 
 def _join_layouts(graph: fx.Graph, weights_at_once: bool) -> None:

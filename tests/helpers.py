@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 import f8fx
 from f8fx import executor
@@ -133,7 +134,7 @@ class Experts(nn.Module):
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
 
         def layer(x: Tensor, weight: Tensor) -> Tensor:
-            weight = weight.to(bf16)
+            weight = (weight.to_local() if isinstance(weight, DTensor) else weight).to(bf16)
             return torch._grouped_mm(x, weight if self.turned else weight.mT, offs=offsets)
 
         return layer(F.silu(layer(x, self.gate)) * layer(x, self.up), self.down)
