@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .fsdp.copies import Wanted
-from .fsdp.formats import Format
+from .fsdp.formats import Format, scale_shape
 from .fsdp.judge import GatherDecision, judge
 from .options import Options
 from .torch_private import local_tensor
@@ -45,7 +45,7 @@ class Sharded:
     Attributes:
         units: fqn of a wrapped module, "" for the root -> its parameters.
         root_resharded: the root is gathered again in the backward: it is a block of a larger model.
-        gathers: each 2-D parameter and whether it is gathered in float8.
+        gathers: each 2-D parameter, and those of experts, and whether it is gathered in float8.
     """
 
     world: World
@@ -161,9 +161,8 @@ def _local_shape(param: nn.Parameter, tp: int) -> tuple[int, ...]:
 
 
 def _amaxes(p: _Parameter) -> int:
-    """Numbers that the all-reduce of the amaxes holds for a weight ``[n, k]``."""
-    sizes = {None: 1, 0: p.shape[1], 1: p.shape[0]}
-    return sum(sizes[dim] for dim in {form.dim for form in p.formats})
+    """Numbers that the all-reduce of the amaxes holds for a weight."""
+    return sum(math.prod(scale_shape(p.shape, dim)) for dim in {form.dim for form in p.formats})
 
 
 def _summed(parts: Iterable[Iterable[tuple[str, int]]]) -> dict[str, int]:

@@ -24,10 +24,10 @@ from f8fx.recipe import EPS
 def amax(x: Tensor, dim: int | None) -> Tensor:
     """Largest magnitude of ``x``, exact, in float32: shape ``[]``, ``[rows]`` or ``[columns]``.
 
-    NaN wins over every number. An empty reduction gives 0.
+    NaN wins over every number. An empty reduction gives 0. Of a tensor of other rank than two, ``dim`` is gone as well.
     """
     if x.numel() == 0:
-        shape = [] if dim is None else [x.shape[1 - dim]]
+        shape = [] if dim is None else [*x.shape[:dim], *x.shape[dim + 1 :]]
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
     magnitude = x.abs()
     reduced = magnitude.amax() if dim is None else magnitude.amax(dim)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from f8fx.torch_private import infinity_norms
 
 from .formats import Format
 
+#: Where the amaxes of a weight begin, and their shape.
+Place = tuple[int, tuple[int, ...]]
+
 
 class Reduced:
     """Amaxes of several weights, side by side in one vector, after the all-reduce.
@@ -24,14 +28,14 @@ class Reduced:
     ``set_post_optim_event`` for the event alone, and the amaxes are taken later.
     """
 
-    def __init__(self, vector: Tensor, places: dict[tuple[Hashable, int | None], tuple[int, int]]) -> None:
+    def __init__(self, vector: Tensor, places: Mapping[tuple[Hashable, int | None], Place]) -> None:
         self.vector = vector
         self.places = places
         self.taken = Made(vector.device)
         self.scaled: dict[Any, tuple[Tensor, Made]] = {}
 
     def scales(self, weight: Hashable, form: Format, source: torch.dtype) -> Tensor:
-        """``[]``, ``[n]`` or ``[k]``; made for all weights of one kind at once."""
+        """Of the shape that the format's direction gives; made for all weights of one kind at once."""
         with torch.inference_mode(False), torch.no_grad():  # a later forward may save them for its backward
             return self._scales(weight, form, source)
 
@@ -45,9 +49,8 @@ class Reduced:
             self.scaled[kind] = scaled, Made(scaled.device)
         scaled, made = self.scaled[kind]
         made.before(here, [scaled])
-        start, length = self.places[weight, form.dim]
-        part = scaled[start : start + length]
-        return part[0] if form.dim is None else part
+        start, shape = self.places[weight, form.dim]
+        return scaled[start : start + math.prod(shape)].view(shape)
 
 
 def maximum(vector: Tensor, mesh: DeviceMesh, weights: int) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from f8fx.report import log
 from f8fx.torch_private import (
     backward_was_interrupted,
     fsdp_parameter_of,
@@ -243,6 +244,13 @@ class Copies:
         """From now on gathers carry what is read, if that is known."""
         self.attempts += 1
         if not unknown:
+            if read_early and read_late:
+                log.warning(
+                    "f8fx.fsdp: gathers of %r carry both of its float8 copies, as many bytes as in bf16: forward and backward "
+                    "read each other's. Weights of experts do if they are [experts, in, out] and their module's `is_transposed` "
+                    "is not true, or the other way round",
+                    self.fqn,
+                )
             everything = (_FORWARD, _BACKWARD)
             self.sent = (
                 everything if read_late else (_FORWARD,),

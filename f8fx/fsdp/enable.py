@@ -30,12 +30,13 @@ def enable_float8_all_gather(
     *,
     filter_fqns: Sequence[str] = (),
     only_fqns: Sequence[str] = (),
+    experts: Literal["leave", "convert"] = "leave",
     wire: Literal["auto", "uint8", "float8"] = "auto",
     scales: Mode = "step",
     copies: Wanted = "auto",
     mesh: DeviceMesh | None = None,
 ) -> list[GatherDecision]:
-    """Makes FSDP2 gather the weights of linear layers in float8.
+    """Makes FSDP2 gather the weights of linear layers, and of experts, in float8.
 
     Call it after tensor parallelism and before ``fully_shard``, on the model or on the part of it that is
     wrapped as one, and compile with the same recipe and filters. Parameters are replaced in place, modules
@@ -46,6 +47,10 @@ def enable_float8_all_gather(
         recipe: of the compiled model; name or :class:`~f8fx.recipe.Recipe`.
         filter_fqns: parameters whose module name contains one of these stay as they are.
         only_fqns: if given, only parameters whose module name contains one of these are converted.
+        experts: of the compiled model. ``"convert"``: the matrices of experts too, 3-D parameters
+            ``[experts, out, in]`` that layers read through ``torch._grouped_mm``, or ``[experts, in, out]`` where
+            the module's ``is_transposed`` is true. Any 3-D parameter of several matrices is taken for such; filter out
+            others, since what else reads a weight gets its float8 rounding (there is a warning).
         wire: what float8 travels as. ``"auto"``: float8 with NCCL, else bytes, since gloo takes no float8.
         scales: when amaxes are taken. ``"step"``: when the first forward after an optimizer's step, a
             ``load_state_dict`` or any other visible change of a weight begins, once for several forwards with gradient
@@ -63,13 +68,15 @@ def enable_float8_all_gather(
             different models (pipeline parallelism).
 
     Returns:
-        One decision for each 2-D parameter. What is not converted is untouched.
+        One decision for each 2-D parameter, and for those of experts. What is not converted is untouched.
 
     Raises:
         ValueError: for an unknown recipe or option, and for a model this was called on before.
         RuntimeError: on every rank, if ranks decide differently.
     """
-    options = Options.parse({"recipe": recipe, "filter_fqns": filter_fqns, "only_fqns": only_fqns})
+    options = Options.parse(
+        {"recipe": recipe, "filter_fqns": filter_fqns, "only_fqns": only_fqns, "experts": experts}
+    )
     if wire not in ("auto", "uint8", "float8"):
         raise ValueError(f"wire must be 'auto', 'uint8' or 'float8', got {wire!r}")
     if scales not in ("step", "forward", "manual"):

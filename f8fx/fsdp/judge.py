@@ -12,6 +12,7 @@ from f8fx import hardware
 from f8fx.options import Options
 from f8fx.torch_private import local_tensor
 
+from .experts import contracted, may_be_experts, why_no_grouped_gemm
 from .formats import Format, formats_of
 from .shard import Float8Shard
 
@@ -21,7 +22,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class GatherDecision:
-    """One weight matrix and whether it is gathered in float8.
+    """One weight matrix, or those of all experts of a mixture, and whether it is gathered in float8.
 
     Attributes:
         fqn: name of the parameter.
@@ -38,7 +39,7 @@ class GatherDecision:
 
 @dataclass
 class Candidate:
-    """A 2-D parameter and everybody who holds it.
+    """A parameter that may be the weight of matmuls, and everybody who holds it.
 
     Attributes:
         split: the parameter stands for a tensor-parallel one, of which a rank holds this part of the rows.
@@ -84,7 +85,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A 2-D parameter and the formats it is gathered in, none if it stays as it is."""
+    """A parameter and the formats it is gathered in, none if it stays as it is."""
 
     candidate: Candidate
     formats: tuple[Format, ...]
@@ -98,7 +99,7 @@ def judge(model: nn.Module, options: Options, split: int = 1) -> list[Verdict]:
         split: see :class:`Candidate`; of parameters that are no DTensors.
     """
     judged: list[Verdict] = []
-    for candidate in _candidates(model, split):
+    for candidate in _candidates(model, split, options.experts == "convert"):
         formats = _judge(candidate, options)
         reason = formats if isinstance(formats, str) else "converted"
         kept = () if isinstance(formats, str) else formats
@@ -107,11 +108,11 @@ def judge(model: nn.Module, options: Options, split: int = 1) -> list[Verdict]:
     return judged
 
 
-def _candidates(model: nn.Module, split: int = 1) -> list[Candidate]:
+def _candidates(model: nn.Module, split: int, experts: bool) -> list[Candidate]:
     by_param: dict[int, Candidate] = {}
     for module_fqn, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param.dim() == 2:
+            if param.dim() == 2 or (experts and may_be_experts(module, param)):
                 parts = 1 if isinstance(param, DTensor) else split
                 candidate = by_param.setdefault(id(param), Candidate(param, [], parts))
                 candidate.owners.append((module_fqn, module, name))
@@ -126,10 +127,13 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
             f"enable_float8_all_gather: {candidate.fqn!r} is gathered in float8 already; call it once, on the "
             "outermost module"
         )
-    if not all(_is_linear_weight(module, name) for _, module, name in candidate.owners):
-        shared = any(_is_linear_weight(module, name) for _, module, name in candidate.owners)
+    of_experts = len(candidate.shape) == 3
+    linear = [of_experts or _is_linear_weight(module, name) for _, module, name in candidate.owners]
+    if not all(linear):
         return (
-            "shared with a module that is no linear layer" if shared else "not the weight of a linear layer"
+            "shared with a module that is no linear layer"
+            if any(linear)
+            else "not the weight of a linear layer"
         )
     if isinstance(candidate.param, DTensor) and any(p.is_partial() for p in candidate.param.placements):
         return "a partial DTensor"
@@ -146,13 +150,16 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
         return "not contiguous"
     if candidate.is_uneven:
         return "split unevenly by tensor parallelism"
-    if not local.numel() or any(size % _ALIGNMENT for size in candidate.shape):
+    if not local.numel() or any(size % _ALIGNMENT for size in candidate.shape[-2:]):
         return f"not a multiple of {_ALIGNMENT}"
     chosen = options.target or hardware.of_device(_device(local))
     if not chosen.float8_dtypes:
         return f"no float8 tensor cores on {chosen.name}"
+    if of_experts and (lacks := why_no_grouped_gemm(options.recipe, chosen)):
+        return lacks
+    order = contracted(candidate.owners[0][1]) if of_experts else (1, 0)
     try:
-        return formats_of(options.recipe, chosen)
+        return formats_of(options.recipe, chosen, order)
     except ValueError as error:
         return str(error)
 

@@ -53,9 +53,9 @@ from f8fx.torch_private import (
     version_counter,
 )
 
-from .amaxes import Reduced, amaxes, maximum, ranks
+from .amaxes import Place, Reduced, amaxes, maximum, ranks
 from .copies import Copies, settle
-from .formats import Format, Layout
+from .formats import Format, Layout, scale_shape
 from .steps import watch_optimizers
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Scales:
         """The amaxes of some weights sharded over one group of ranks."""
         mesh = jobs[0][2]
         parts: list[Tensor] = []
-        places: dict[tuple[Hashable, int | None], tuple[int, int]] = {}
+        places: dict[tuple[Hashable, int | None], Place] = {}
         whole = iter(amaxes(shard.plain for weight, shard, _ in jobs if None in weight.dims))
         start = 0
         for weight, shard, _ in jobs:
@@ -291,8 +291,8 @@ class Scales:
             layout = Layout(shard.plain, weight.outer_size, mesh)
             for dim in weight.dims:
                 amax = next(whole) if dim is None else cast.amax(shard.plain, dim)
-                parts.append(layout.spread(amax, dim, weight.outer_size))
-                places[weight, dim] = (start, parts[-1].numel())
+                parts.append(layout.spread(amax, dim))
+                places[weight, dim] = (start, scale_shape(weight.outer_size, dim))
                 start += parts[-1].numel()
         vector = torch.cat(parts).to(mesh.device_type)
         if mesh.size() > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +203,7 @@ class Float8Shard(torch.Tensor):
                 continue
             data = form.quantize(x, layout.local(scale, form.dim)).view(torch.uint8)
             if data.shape[0] != layout.padded_rows:
-                padded = data.new_zeros((layout.padded_rows, data.shape[1]))
+                padded = data.new_zeros((layout.padded_rows, *data.shape[1:]))
                 padded[: data.shape[0]] = data
                 data = padded
             sent.append(data.view(wire or form.dtype))
@@ -219,7 +220,7 @@ class Float8Shard(torch.Tensor):
         out: Tensor | None = None,
     ) -> Any:
         """What is made of what arrived: a :class:`Float8Weight`, or new scales for the one there is."""
-        scales, (n, k), local, chosen = metadata
+        scales, size, local, chosen = metadata
         formats = self.weight.formats
         copies = self.weight.copies
         copies.present = chosen
@@ -235,7 +236,7 @@ class Float8Shard(torch.Tensor):
             return None
         data = tuple(
             # padding is at the end: the shards before the last are full
-            gathered.view(form.dtype).view(-1)[: n * k].view(n, k)
+            gathered.view(form.dtype).view(-1)[: math.prod(size)].view(size)
             for gathered, form in zip((*all_gather_outputs, *local), formats, strict=True)
         )
         alternate = copies.alternates

@@ -40,7 +40,7 @@ _FACTORIES = frozenset(
 
 
 class Float8Weight(torch.Tensor):
-    """A weight ``[n, k]`` of which float8 copies exist, and nothing else.
+    """A weight ``[n, k]``, or experts' ``[experts, n, k]``, of which float8 copies exist, and nothing else.
 
     A graph that AOTAutograd traces gets data and scales as inputs. Every operator reads the weight through
     ``f8fx::dequantize``; the passes fold that into the gemms. Where nothing folds it (eager execution, a
@@ -49,8 +49,8 @@ class Float8Weight(torch.Tensor):
     rounded and whose input is not. Eagerly, the first such use of each weight warns.
 
     Args:
-        data: one ``[n, k]`` float8 tensor for each format, contiguous.
-        scales: float32, ``[]``, ``[n]`` or ``[k]``, as their formats say.
+        data: one float8 tensor of the weight's shape for each format, contiguous.
+        scales: float32, of the shapes that their formats' directions give.
         formats: the forward's, and where it differs the backward's.
         dtype: of the weight it stands for.
         fqn: for messages.

@@ -13,7 +13,7 @@ from expecttest import TestCase
 from torch import nn
 
 import f8fx
-from f8fx import Recipe, ops
+from f8fx import Recipe, hardware, ops
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
 from f8fx.fsdp.formats import Format
 from f8fx.fsdp.shard import Float8Shard
@@ -79,6 +79,35 @@ def test_every_reason_leaves_its_parameter_untouched():
     }
 
 
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 48, 32))
+        self.odd = nn.Parameter(torch.zeros(4, 50, 32))
+        self.bias = nn.Parameter(torch.zeros(4, 48))
+        self.positions = nn.Parameter(torch.zeros(1, 48, 32))
+        self.wide = nn.Parameter(torch.zeros(4, 48, 32, dtype=torch.float64))
+        self.conv = nn.Conv1d(16, 16, 16)
+
+
+def test_the_weights_of_experts_if_asked_for(monkeypatch):
+    others = {"bias": "not the weight of a linear layer"}
+    assert decide(Mixture(), recipe="rowwise") == others
+    options = {"recipe": "rowwise", "experts": "convert"}
+    others |= {"odd": "not a multiple of 16", "wide": "float64 weight"}
+    assert decide(Mixture(), **options) == others | {"up": "converted"}
+    why = "grouped matmul under a recipe that is not rowwise"
+    assert decide(Mixture(), **options | {"recipe": "tensorwise"}) == others | {"up": why}
+    e5m2 = f8fx.GemmSpec(f8fx.QuantSpec("e5m2", "rowwise"), f8fx.QuantSpec("e4m3", "rowwise"))
+    recipe = Recipe.named("rowwise").replace(name="e5m2 gradients", grad_input=e5m2)
+    why = "grouped float8 gemms take e4m3 alone"
+    assert decide(Mixture(), **options | {"recipe": recipe}) == others | {"up": why}
+    assert decide(Mixture(), **options, filter_fqns=["up"])["up"] == "converted"  # names of modules count
+    assert decide(nn.ModuleDict({"up": Mixture()}), **options, filter_fqns=["up"])["up.up"] == "filtered"
+    monkeypatch.setattr(hardware, "of_device", lambda device: hardware.find("b200"))
+    assert decide(Mixture(), **options) == others | {"up": "no grouped float8 gemm on b200"}
+
+
 def test_filters_are_the_backends():
     assert decide(Block(), filter_fqns=["gate"]) == {
         "gate.weight": "filtered",
@@ -96,15 +125,19 @@ def test_a_gemm_that_needs_the_weight_in_high_precision():
 
 
 def test_hardware_without_float8(monkeypatch):
-    from f8fx import hardware
-
     monkeypatch.setattr(hardware, "of_device", lambda device: hardware.find("a100"))
     assert isinstance(hardware.of_device(None), Hardware)
     assert {reason.split(" on ")[0] for reason in decide(Block()).values()} == {"no float8 tensor cores"}
 
 
 def test_calls_that_mean_nothing():
-    for options in ({"recipe": "tensorwize"}, {"wire": "fp8"}, {"scales": "never"}, {"filter_fqns": "gate"}):
+    for options in (
+        {"recipe": "tensorwize"},
+        {"wire": "fp8"},
+        {"scales": "never"},
+        {"experts": True},
+        {"filter_fqns": "gate"},
+    ):
         model = Block()
         with pytest.raises(ValueError):
             decide(model, **options)
