@@ -107,6 +107,7 @@ def _explain(args: argparse.Namespace) -> int:
         if path is not None and (option, path) != ("json", "-"):
             _check_writable(f"--{option}", Path(path))
     world = _world(args)
+    backend_options = _backend_options(args)
     function = _function(args.model)
     parallelize = _function(args.parallelize) if args.parallelize is not None else None
     if parallelize is not None and (world is None or world.tp == 1):
@@ -138,10 +139,10 @@ def _explain(args: argparse.Namespace) -> int:
 
     from f8fx.explanation import ExplainError, explain
 
-    options: dict[str, Any] = {"recipe": args.recipe, "select": args.select, "experts": args.experts}
-    options |= {"world": world, "copies": args.copies, "parallelize": parallelize}
+    options: dict[str, Any] = {"world": world, "copies": args.copies, "parallelize": parallelize}
     if args.target is not None:
         options["target"] = args.target
+    options |= backend_options
     try:
         explanation = explain(model, *inputs, **options)
     except ExplainError as error:
@@ -156,6 +157,26 @@ def _explain(args: argparse.Namespace) -> int:
     if args.html is not None:
         _write("--html", Path(args.html), explanation.to_html())
     return 0
+
+
+def _backend_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that have an argument of their own, and what ``--option`` names."""
+    from f8fx.options import OptionError, Options
+
+    own = ("recipe", "select", "experts", "filter_fqns", "only_fqns")
+    options = {name: getattr(args, name) for name in own}
+    for text in args.option:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--option: must be KEY=VALUE, got {text!r}")
+        if key in own or key == "target":
+            raise UsageError(f"--option: {key} has an argument of its own, --{key.replace('_', '-')}")
+        options[key] = value
+    try:
+        Options.parse(options)
+    except OptionError as error:
+        raise UsageError(str(error)) from None
+    return options
 
 
 def _kind(value: Any) -> str:
@@ -273,6 +294,21 @@ def _parser() -> argparse.ArgumentParser:
         choices=("leave", "convert"),
         default="leave",
         help="grouped matmuls of a mixture of experts (default: leave)",
+    )
+    for option, what in (("--filter-fqns", "leave"), ("--only-fqns", "convert only")):
+        explain.add_argument(
+            option,
+            nargs="+",
+            metavar="NAME",
+            default=[],
+            help=f"{what} modules whose name contains one of these",
+        )
+    explain.add_argument(
+        "--option",
+        action="append",
+        metavar="KEY=VALUE",
+        default=[],
+        help="any other option of the backend, such as merge=never; may be given several times",
     )
     explain.add_argument(
         "--world",

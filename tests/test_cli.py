@@ -107,6 +107,10 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "explained_model.py").write_text(
         "import torch\n"
         "def good(): return torch.nn.Linear(32, 32), (torch.ones(16, 32),)\n"
+        "def two():\n"
+        "    layers = [torch.nn.Linear(32, 32) for _ in range(2)]\n"
+        "    model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1]).bfloat16()\n"
+        "    return model, (torch.ones(16, 32, dtype=torch.bfloat16, requires_grad=True),)\n"
         "def listed(): return torch.nn.Linear(32, 32), [torch.ones(16, 32)]\n"
         "def bare(): return torch.nn.Linear(32, 32)\n"
         "def no_nest(): return torch.nn.Linear(32, 32), torch.ones(16, 32)\n"
@@ -188,6 +192,42 @@ def test_explain_looks_at_experts_if_asked(
     assert main(["explain", f"{user_module}:experts", *options, *experts]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) == 7 and sum(row["converted"] for row in rows) == converted
+
+
+@pytest.mark.parametrize(
+    ("options", "converted"),
+    [
+        (["--filter-fqns", "nothing", "0"], 3),
+        (["--only-fqns", "2"], 3),
+        (["--filter-fqns", "0", "2"], 0),
+        (["--option", "filter_fn=no"], None),
+        (["--option", "merge=never", "--option", "pad=never"], 6),
+    ],
+)
+def test_explain_takes_the_options_of_the_backend(
+    capsys: Capture, user_module: str, options: list[str], converted: int | None
+):
+    command = ["explain", f"{user_module}:two", "--select", "all", "--json", "-", *options]
+    if converted is None:
+        assert "filter_fn must be" in _fails_with_usage(capsys, *command)
+        return
+    assert main(command) == 0
+    assert sum(row["converted"] for row in json.loads(capsys.readouterr().out)["rows"]) == converted
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("merge", "--option: must be KEY=VALUE, got 'merge'"),
+        ("merge=always", "merge"),
+        ("mergw=never", "did you mean 'merge'?"),
+        ("recipe=rowwise", "recipe has an argument of its own, --recipe"),
+        ("filter_fqns=a", "--filter-fqns"),
+        ("target=h100", "--target"),
+    ],
+)
+def test_explain_refuses_options_that_mean_nothing(capsys: Capture, user_module: str, option: str, why: str):
+    assert why in _fails_with_usage(capsys, "explain", f"{user_module}:good", "--option", option)
 
 
 def test_explain_names_the_nearest_target(capsys: Capture, user_module: str):
