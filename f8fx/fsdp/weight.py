@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from typing import Any
 
@@ -113,6 +114,12 @@ class Float8Weight(torch.Tensor):
             dtype,
             alternate=alternate,
         )
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled graphs that read it depend on: part of the key of torch's cache on disk, from 2.13 on."""
+        tensors = [(t.dtype, t.shape, t.stride(), t.device) for t in self._tensors()]
+        own = (self.formats, self.dtype, self.alternate, self.shape, self.stride(), self.requires_grad)
+        return hashlib.blake2b(repr((own, tensors)).encode(), digest_size=16).hexdigest()
 
     def _tensors(self) -> list[Tensor]:
         """data, scale, data, scale, ... in the order of the formats."""

@@ -221,6 +221,15 @@ def test_eagerly_it_is_its_rounding_and_says_so_once():
     assert type(parameter.grad) is torch.Tensor and parameter.grad.shape == (48, 32)
 
 
+def test_graphs_are_found_in_the_cache_by_what_they_depend_on():
+    """torch asks for a key that is the same in every process, and warns where there is none."""
+    weight, _ = gathered("a")
+    key = weight._stable_hash_for_caching()
+    assert key == gathered("b", seed=2)[0]._stable_hash_for_caching()  # neither name nor values
+    others = [gathered(dim=1)[0], gathered(power_of_2=True)[0], nn.Parameter(weight)]
+    assert len({key, *(other._stable_hash_for_caching() for other in others)}) == 4
+
+
 def test_it_cannot_be_written_to():
     weight, _ = gathered()
     with pytest.raises(RuntimeError, match="Change the sharded parameter"):
