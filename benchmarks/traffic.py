@@ -1,10 +1,14 @@
 """Memory traffic and launches of a block, counted without a GPU: ``python -m benchmarks.traffic``.
 
-One forward and backward at batch 1 and 8192 tokens, as Inductor would run it on an H100; bf16 against every recipe.
+One forward and backward at batch 1 and 8192 tokens, as Inductor would run it on an H100; bf16 against every recipe, by
+torchao and by f8fx.
 Of the kernels beside the gemms: how many, the bytes they move when every tensor is read once (``GB``) and with
 what looped reductions read again (``est GB``, :mod:`benchmarks.rereads`), bytes that reductions store
 transposed (``strided``), and the floor worked out by hand (:mod:`benchmarks.floor`). Then bytes saved for the
 backward, parameters not counted, and gemm launches. Counted, not measured: times are for :mod:`benchmarks.gpu`.
+
+Models are on the meta device, for which operators decompose as for CUDA in a CUDA build of torch. (A CPU build has no kernel for
+SiLU's gradient on CUDA and takes its arithmetic in bf16 apart instead: on fake CUDA tensors torchao's rowwise is 9.93 GB.)
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,17 +38,24 @@ SAVES: tuple[Save, ...] = ("lean", "fast")
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe (``None``: without f8fx) and what it saves."""
+    """A recipe (``None``: bf16), who applies it, and what f8fx saves."""
 
     recipe: str | None
     save: Save = "lean"
+    by: Literal["f8fx", "torchao"] = "f8fx"
 
     @property
     def label(self) -> str:
-        return "bf16" if self.recipe is None else f"{self.recipe}, {self.save}"
+        if self.recipe is None:
+            return "bf16"
+        return f"{self.recipe}, {self.save if self.by == 'f8fx' else self.by}"
 
 
-CASES = (Case(None), *(Case(recipe, save) for save in SAVES for recipe in PRESETS))
+CASES = (
+    Case(None),
+    *(Case(recipe, by="torchao") for recipe in PRESETS),
+    *(Case(recipe, save) for save in SAVES for recipe in PRESETS),
+)
 
 #: What the Llama block is to reach at 8192 tokens, each at most: est bytes, kernels, saved bytes, gemms.
 GOALS: dict[str, dict[str, float]] = {
@@ -64,9 +75,15 @@ _GEMMS = frozenset(("mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped
 
 
 def count(model: nn.Module, args: tuple[Tensor, ...], case: Case) -> dict[str, int]:
-    """Kernels and bytes of forward and backward of a model on the meta device."""
-    options: dict[str, Any] = {} if case.recipe is None else {"recipe": case.recipe, "save": case.save}
-    graphs, saved = halves(model, *args, float8=case.recipe is not None, **options)
+    """Kernels and bytes of forward and backward of a model on the meta device, whose layers torchao replaces."""
+    options: dict[str, Any] = {"float8": False}
+    if case.by == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(case.recipe))
+    elif case.recipe is not None:
+        options = {"recipe": case.recipe, "save": case.save}
+    graphs, saved = halves(model, *args, **options)
     with h100():
         generated = [generate(graph, backward) for graph, backward in zip(graphs, (False, True), strict=True)]
     triton = [kernel for half in generated for kernel in half.triton]
