@@ -55,6 +55,8 @@ def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
     * through an alias that ``p.data`` handed out before the weight was first cached;
     * through ``.data`` of another tensor with the same memory: one out of ``state_dict()``, ``p.detach()``, ``p.view(...)``;
     * by a collective, a CUDA kernel or a library that is given the memory's address (``data_ptr``, DLPack, NumPy);
+    * by another process that shares its CUDA memory (on a CPU such weights are not kept);
+    * through ``p.data`` inside a function compiled with a backend that runs Dynamo's graphs as they are (``"eager"``);
     * by replaying a CUDA graph that holds an optimizer step;
     * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
       no training graph compiled with this option ran before it;
@@ -170,6 +172,8 @@ def refusal(parameter: Tensor) -> str | None:
         return "FSDP gathers weights into it without a trace"
     if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.itemsize:
         return "it is a part of a larger tensor, through which it can be changed without a trace"
+    if not parameter.is_cuda and parameter.is_shared():  # CUDA memory says so of itself always
+        return "it is in memory that is shared with other processes, whose writes leave no trace here"
     return None
 
 

@@ -619,6 +619,19 @@ def test_what_cannot_be_watched_is_refused_with_one_warning(casts):
     assert torch.equal(y, uncached(copy.deepcopy(model), x))
 
 
+def test_weights_that_other_processes_can_write_are_not_kept():
+    """Also where they come to be shared only after they were cached."""
+    model, x = Net().requires_grad_(False), x16()
+    f8 = warm(model, x)
+    weight = model.first.weight
+    assert weights.refusal(weight) is None
+    model.share_memory()
+    assert "shared with other processes" in (weights.refusal(weight) or "")
+    infer(f8, x)
+    torch._C.TensorBase.data.__get__(weight).mul_(2)  # as another process would: nothing here sees it
+    assert torch.equal(infer(f8, x), uncached_rows(model, x))
+
+
 def test_only_a_module_that_is_sharded_makes_weights_unwatchable():
     """FSDP2's own classes are no sign of one: importing ``replicate``, as trainers do, derives from ``FSDPModule``."""
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
