@@ -22,7 +22,7 @@ from torch import fx
 from . import ahead, canary, executor, halves, inference_inputs, lowerings, weight_inputs
 from .agreement import confirm, confirm_plain
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
-from .options import Options
+from .options import Options, as_passes
 from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
 from .passes.decided import is_decided, mark_decided
@@ -312,11 +312,7 @@ def _runner(
 def _graph_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any]
 ) -> GraphPass:
-    previous = config.get("joint_custom_pre_pass", joint_custom_pre_pass())
-    if previous is None:
-        previous = ()
-    elif not isinstance(previous, (list, tuple)):
-        previous = (previous,)
+    previous = as_passes(config.get("joint_custom_pre_pass", joint_custom_pre_pass()))
     key = CacheKey.of(gm, example_inputs, options)
     if replaced := canary.key(_devices(example_inputs)):
         key = key.extended(replaced)

@@ -10,14 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from .backend import GraphPass, compile_graph
 from .options import Options
 from .torch_private import compile_fx_module, compiles_ahead_of_time, joint_custom_pre_pass
 
-#: What each nested installation replaced; the last one is in force.
-_REPLACED: list[Any] = []
+
+@dataclass(eq=False)
+class _Installed:
+    """One installation.
+
+    Attributes:
+        replaced: what Inductor's entry was.
+        entry: what it became.
+        ended: it calls what it replaced. It may still be called, where others have wrapped it since.
+    """
+
+    replaced: Any
+    entry: Any = None
+    ended: bool = False
+
+
+#: The last one is in force.
+_INSTALLED: list[_Installed] = []
 
 
 def install(**options: Any) -> None:
@@ -30,14 +47,14 @@ def install(**options: Any) -> None:
         OptionError: for unknown options or values.
         RuntimeError: if already installed; uninstall first, since options do not add up.
     """
-    if _REPLACED:
+    if _INSTALLED:
         raise RuntimeError("f8fx is already installed; call f8fx.uninstall() before installing other options")
     _push(options)
 
 
 def uninstall() -> None:
-    """Restores the stock backend; does nothing if nothing is installed."""
-    while _REPLACED:
+    """Restores the stock backend, or what was there; does nothing if nothing is installed."""
+    while _INSTALLED:
         _pop()
 
 
@@ -57,24 +74,33 @@ def installed(**options: Any) -> Iterator[None]:
 def _push(options: dict[str, Any]) -> None:
     parsed = Options.parse(options)
     module = compile_fx_module()
-    original = _REPLACED[0] if _REPLACED else module.compile_fx
+    this = _Installed(module.compile_fx)
+    # of nested ones the inner options hold
+    original = _INSTALLED[0].replaced if _INSTALLED else this.replaced
 
     def compile_fx(
         model_: Any, example_inputs_: Sequence[Any], *args: Any, config_patches: Any = None, **kwargs: Any
     ) -> Any:
+        if this.ended:
+            return this.replaced(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
         # Inductor calling itself, or backend="f8fx" with options of its own: this graph has been here before
         other_compiler = "inner_compile" in kwargs and not compiles_ahead_of_time()
         if args or other_compiler or _has_pass(config_patches):
             return original(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
         return compile_graph(model_, example_inputs_, parsed, original, config_patches, kwargs)
 
-    _REPLACED.append(module.compile_fx)
-    module.compile_fx = compile_fx
+    this.entry = module.compile_fx = compile_fx
+    _INSTALLED.append(this)
 
 
 def _pop() -> None:
-    if _REPLACED:  # uninstall() inside a block has done it already
-        compile_fx_module().compile_fx = _REPLACED.pop()
+    if not _INSTALLED:  # uninstall() inside a block has done it already
+        return
+    last = _INSTALLED.pop()
+    last.ended = True
+    module = compile_fx_module()
+    if module.compile_fx is last.entry:
+        module.compile_fx = last.replaced
 
 
 def _has_pass(config_patches: Any) -> bool:

@@ -22,6 +22,9 @@ from .torch_private import inductor_config, inductor_mode_options, inductor_mode
 
 #: TorchTitan's name, in a skip list, for "leave out what is too small to gain".
 AUTO_FILTER = "auto_filter_small_kn"
+#: Options that are no part of :meth:`Options.decision_key`. What ``filter_fn`` says goes into keys as its ``uuid``, ``inductor``
+#: is part of Inductor's; the eager executor has no cache.
+NOT_IN_KEY = frozenset(("filter_fn", "inductor", "executor", "strict", "verbose", "debug"))
 
 
 class OptionError(ValueError):
@@ -149,23 +152,22 @@ class Options:
         return Pipeline(self.recipe, self.policy(), self.target, **arguments)
 
     def decision_key(self) -> tuple[Any, ...]:
-        """All options that decide which graph comes out, except ``filter_fn``; goes into cache keys."""
-        hw = self.target
-        target = hw and tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
-        filters = (self.filter_fqns, self.only_fqns, self.activations, self.experts)
-        chosen = (self.pad, self.merge, self.rowwise_scales, self.save, self.wire, self.weights, self.kernels)
-        return (self.recipe, self.select, filters, chosen, target)
+        """All options but those that do not decide which graph comes out, or have keys of their own."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_IN_KEY}
+        if hw := self.target:  # not only its name: it may be the user's own
+            values["target"] = tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
+        return tuple(values.items())
 
 
-def _unknown(what: str, value: object, known: Iterable[str]) -> str:
-    known = sorted(known)
-    near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.5)
+def _unknown(what: str, value: object, allowed: Iterable[str | None]) -> str:
+    known = sorted(map(str, allowed))
+    near = difflib.get_close_matches(str(value).lower(), known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     return f"unknown {what} {value!r}{hint} (known: {', '.join(known)})"
 
 
-def _choice(key: str, *allowed: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
+def _choice(key: str, *allowed: str | None) -> Callable[[Any], str | None]:
+    def parse(value: Any) -> str | None:
         if value not in allowed:
             raise OptionError(_unknown(f"value of {key}:", value, allowed))
         return value
@@ -236,8 +238,17 @@ def _inductor(value: Any) -> Mapping[str, Any]:
         wanted = inductor_option_type(name)
         if wanted is not None and not isinstance(given, wanted):
             raise OptionError(f"Inductor option {key!r} must be of type {wanted.__name__}, got {given!r}")
+        if name == "joint_custom_pre_pass" and not all(map(callable, as_passes(given))):
+            raise OptionError(f"Inductor option {key!r} must be a pass or a list of passes, got {given!r}")
         checked[name] = given
     return checked
+
+
+def as_passes(value: Any) -> tuple[Any, ...]:
+    """What ``joint_custom_pre_pass`` holds: nothing, a pass, or several (torch 2.13)."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
@@ -250,7 +261,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "activations": _choice("activations", "leave", "convert"),
     "experts": _choice("experts", "leave", "convert"),
     "merge": _choice("merge", "auto", "never"),
-    "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao"),
+    "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao", None),
     "save": _choice("save", "lean", "fast"),
     "wire": _choice("wire", "auto", "float8", "uint8", "off"),
     "weights": _choice("weights", "dynamic", "cached", "reused"),

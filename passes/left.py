@@ -22,19 +22,36 @@ GROUPED_FORM = "grouped matmul of another form"
 GROUPED_DYNAMIC = "grouped matmul of matrices whose sizes change"
 _VECTOR = "matrix times vector"
 _FUSED = "inside a fused operator"
+_FLOAT8 = "already float8"
+_INTEGER = "integer matmul"
+_RESULT = "matmul with a result of another dtype"
 
 #: Operators that no pass converts.
 LEFT: dict[Any, str] = {
     aten.baddbmm.default: BATCHED,
     aten.mv.default: _VECTOR,
     aten.addmv.default: _VECTOR,
-    aten._scaled_mm.default: "already float8",
+    aten._scaled_mm.default: _FLOAT8,
     aten._grouped_mm.default: GROUPED,
-    aten._scaled_grouped_mm.default: "already float8",
+    aten._scaled_grouped_mm.default: _FLOAT8,
+    aten._scaled_mm_v2.default: _FLOAT8,
+    aten._scaled_grouped_mm_v2.default: _FLOAT8,
+    aten.mm.dtype: _RESULT,
+    aten.addmm.dtype: _RESULT,
+    aten.bmm.dtype: _RESULT,
+    aten.baddbmm.dtype: _RESULT,
+    aten._int_mm.default: _INTEGER,
+    aten._weight_int8pack_mm.default: _INTEGER,
+    aten._weight_int4pack_mm.default: _INTEGER,
     aten._trilinear.default: _FUSED,
     aten._transformer_encoder_layer_fwd.default: _FUSED,
     aten._native_multi_head_attention.default: _FUSED,
     aten.mkldnn_rnn_layer.default: _FUSED,
 }
 #: Where the left operand is, ``[..., m, k]``: the first argument but of these.
-LEFT_OPERAND: dict[Any, int] = {aten.baddbmm.default: 1, aten.addmv.default: 1}
+LEFT_OPERAND: dict[Any, int] = {
+    aten.baddbmm.default: 1,
+    aten.addmv.default: 1,
+    aten.addmm.dtype: 1,
+    aten.baddbmm.dtype: 1,
+}

@@ -452,6 +452,31 @@ def test_uninstall_inside_a_block():
     assert compile_fx_module().compile_fx is original
 
 
+def test_uninstall_leaves_what_others_have_put_over_it(monkeypatch):
+    """Tools that wrap Inductor's entry while f8fx is installed stay; below them f8fx is gone, and what it replaced is back."""
+    module, calls = compile_fx_module(), []
+
+    def stand_in(gm, inputs, **kwargs):
+        calls.append("stock")
+        return gm.forward
+
+    monkeypatch.setattr(module, "compile_fx", stand_in)
+    f8fx.install(select="all", executor="eager")
+    installed = module.compile_fx
+
+    def other(*args, **kwargs):
+        calls.append("other")
+        return installed(*args, **kwargs)
+
+    module.compile_fx = other
+    with recording() as reports:
+        stock(Net())(randn(16, 32))
+        f8fx.uninstall()
+        assert module.compile_fx is other
+        stock(Net())(randn(16, 32))
+    assert calls == ["other", "other", "stock"] and len(reports) == 1
+
+
 @pytest.mark.slow
 def test_an_explicit_backend_is_not_rewritten_again_by_an_installed_one():
     """Its own filter holds: the installed passes do not come after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -175,25 +176,52 @@ def test_a_filter_function_is_not_cacheable_unless_it_says_what_it_is():
     assert first is not None and first != key(filter_fn=keep).uuid
 
 
+#: Another value of each option that decides which graph comes out.
+DECIDING = {
+    "recipe": ["rowwise", f8fx.Recipe("tensorwise", grad_weight=None)],
+    "select": ["all"],
+    "filter_fqns": [["x"]],
+    "only_fqns": [["x"]],
+    "pad": ["never"],
+    "activations": ["convert"],
+    "experts": ["convert"],
+    "merge": ["never"],
+    "rowwise_scales": ["in_gemm", "torchao"],
+    "save": ["fast"],
+    "wire": ["off", "uint8", "float8"],
+    "weights": ["cached", "reused"],
+    "kernels": ["inductor"],
+    "target": ["h100"],
+}
+#: And of those that do not, or are in Inductor's key.
+OTHERS = {
+    "verbose": True,
+    "debug": True,
+    "strict": True,
+    "executor": "eager",
+    "inductor": {"max_autotune": True},
+}
+
+
 def test_every_option_that_decides_is_in_the_key():
+    assert {*DECIDING, *OTHERS, "filter_fn"} == {field.name for field in dataclasses.fields(f8fx.Options)}
     base = key().uuid
-    others = [
-        key(recipe="rowwise"),
-        key(select="all"),
-        key(pad="never"),
-        key(target="h100"),
-        key(only_fqns=["x"]),
-        key(filter_fqns=["x"]),
-        key(recipe=f8fx.Recipe("tensorwise", grad_weight=None)),
-    ]
-    assert len({base, *(k.uuid for k in others)}) == len(others) + 1
-    assert key(verbose=True, debug=True).uuid == base
+    others = [key(**{name: value}).uuid for name, values in DECIDING.items() for value in values]
+    assert len({base, *others}) == len(others) + 1
+    assert key(**OTHERS).uuid == base
+
+
+def test_what_carries_collectives_is_in_the_key(monkeypatch):
+    """What float8 travels as depends on it."""
+    keys = []
+    for backends in (["gloo"], ["nccl"]):
+        monkeypatch.setattr(f8fx.cache, "group_backends", lambda backends=backends: backends)
+        keys.append([key(wire=wire).uuid for wire in ("auto", "float8", "uint8", "off")])
+    assert [one != other for one, other in zip(*keys, strict=True)] == [True, True, False, False]
 
 
 def test_every_figure_of_the_target_is_in_the_key():
     """Not only its name: a user may describe hardware of their own."""
-    import dataclasses
-
     h100 = f8fx.hardware.find("h100")
     other = dataclasses.replace(h100, fp8_flops=h100.fp8_flops / 2)
     assert key(target=h100).uuid == key(target="h100").uuid != key(target=other).uuid

@@ -47,12 +47,21 @@ def test_defaults():
         ),
         ({"inductor": {"triton.cudagraphs": "no"}}, "'triton.cudagraphs' must be of type bool, got 'no'"),
         ({"inductor": {"max-autotune": None}}, "'max-autotune' must be of type bool"),
+        ({"inductor": {"joint_custom_pre_pass": 3}}, "must be a pass or a list of passes, got 3"),
+        ({"inductor": {"joint_custom_pre_pass": [print, 3]}}, "must be a pass or a list of passes"),
         ({"filter_fqns": ["auto_filter_small_kn"], "select": "all"}, 'means select="auto"'),
     ],
 )
 def test_what_is_wrong_is_said(given, message):
     with pytest.raises(OptionError, match=message):
         Options.parse(given)
+
+
+def test_every_default_can_be_given():
+    from dataclasses import fields
+
+    given = {field.name: getattr(Options(), field.name) for field in fields(Options)}
+    assert Options.parse(given) == Options()
 
 
 def test_options_reach_the_user_through_torch_compile():

@@ -421,6 +421,28 @@ def test_fused_operators_are_seen_and_left():
     assert (bilinear[0].m, bilinear[0].k, bilinear[0].n) == (8, 32, 48)
 
 
+@pytest.mark.parametrize(
+    ("matmul", "sizes", "reason"),
+    [
+        (torch.mm, [(16, 32), (32, 48)], "matmul with a result of another dtype"),
+        (torch.bmm, [(4, 16, 32), (4, 32, 48)], "matmul with a result of another dtype"),
+        (torch.addmm, [(16, 48), (16, 32), (32, 48)], "matmul with a result of another dtype"),
+        (torch._int_mm, [(16, 32), (32, 48)], "integer matmul"),
+    ],
+)
+def test_matmuls_of_other_forms_are_seen_and_left(matmul, sizes, reason):
+    """CUDA's, which a CPU cannot run: traced without data. (Of ``baddbmm`` torch 2.13 itself cannot trace this form.)"""
+    is_integer = matmul is torch._int_mm
+    dtype = torch.int8 if is_integer else bf16
+    args = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
+    if len(args) == 3:
+        args[0] = args[0].float()
+    options = {} if is_integer else {"out_dtype": torch.float32}
+    with torch.no_grad():
+        (row,) = f8fx.explain(lambda *args: matmul(*args, **options), *args, select="all").rows
+    assert (row.reason, row.size) == (reason, "16 x 32 x 48")
+
+
 @pytest.mark.parametrize("part", [lambda w: w[0], lambda w: w[0, :32].to(bf16)])
 def test_the_slice_of_an_input_on_the_right_is_the_weight(part):
     """An input on the left is no weight for that: the other's gradient is the weight's, which a recipe may leave."""
