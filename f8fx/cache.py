@@ -51,7 +51,7 @@ class CacheKey:
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:
         """The key of one Dynamo graph under these options."""
         known = KnownInputs.of(example_inputs)
-        inputs = [sorted(known.parameters), sorted(known.held)]
+        inputs = [sorted(positions) for positions in (known.parameters, known.held, known.uneven)]
         parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm), inputs]
         if options.wire in ("auto", "float8"):
             parts.append(group_backends())

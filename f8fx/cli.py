@@ -137,9 +137,13 @@ def _explain(args: argparse.Namespace) -> int:
                 f"{option}: {args.model}() must return a module, it returned {type(model).__name__}"
             )
 
+    import torch
+
     from f8fx.explanation import ExplainError, explain
 
     options: dict[str, Any] = {"world": world, "copies": args.copies, "parallelize": parallelize}
+    for name in ("param_dtype", "reduce_dtype"):
+        options[name] = (given := getattr(args, name)) and getattr(torch, given)
     if args.target is not None:
         options["target"] = args.target
     options |= backend_options
@@ -326,6 +330,15 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="with --world or --mesh: of rowwise weights, as enable_float8_all_gather takes it (default: auto)",
     )
+    for option, what in (
+        ("--param-dtype", "weights are gathered"),
+        ("--reduce-dtype", "gradients are reduced"),
+    ):
+        explain.add_argument(
+            option,
+            choices=("bfloat16", "float16", "float32"),
+            help=f"with --world or --mesh: what {what} in, as FSDP2's MixedPrecisionPolicy says (default: the parameters')",
+        )
     explain.add_argument(
         "--parallelize",
         metavar="package.module:function",

@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .graph_bytes import communicated_bytes, saved_bytes
-from .parallelized import dtensor_like, is_dtensor
+from .parallelized import dtensor_like
 from .partition import Partitioner
+from .parts import is_dtensor
 from .passes import Pipeline
 from .passes.parameters import KnownInputs
 from .report import GraphReport

@@ -23,6 +23,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+import torch
 from torch import nn
 
 from . import explain_trace
@@ -225,6 +226,8 @@ def explain(
     dynamic: bool = False,
     world: World | int | str | None = None,
     copies: Wanted = "auto",
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     parallelize: Parallelize | None = None,
     **options: Any,
 ) -> Explanation:
@@ -240,9 +243,11 @@ def explain(
         target: name of the hardware; ``None``: the device the tensors are on.
         dynamic: take sizes of inputs as symbolic; rows then say from which M float8 pays.
         world: ranks that the model would be trained on under FSDP2: ``8``, or ``"8x4"`` (or ``"fsdp=8,tp=4"``) for
-            FSDP x tensor parallelism, ``"replicate=2,fsdp=8"`` for HSDP. The explanation then says what a step sends, see
+            FSDP x tensor parallelism, ``"replicate=2,fsdp=8"`` for HSDP, ``"replicate=8"`` for DDP. The explanation then says what a step sends, see
             :mod:`f8fx.communication`; `model` is a module that is not sharded yet. No process group is needed.
         copies: of rowwise weights, as ``f8fx.fsdp.enable_float8_all_gather`` takes it.
+        param_dtype, reduce_dtype: of FSDP2's ``MixedPrecisionPolicy``: what weights are gathered in where not in float8, and
+            gradients are reduced in; default: each parameter's own dtype. What is computed in follows the model as it is.
         parallelize: tensor parallelism: ``parallelize(model, mesh)`` splits a copy of the model over a mesh of the
             world's last dimension, as ``parallelize_module`` does, and may return another module. Graphs are then those
             of a rank, and what they send is counted. A model that is parallelized already needs none.
@@ -265,7 +270,14 @@ def explain(
             raise TypeError(f"world: model must be a module, got {type(model).__name__}")
     with parallelized(model, world, parallelize) as on_rank:
         return _explained(
-            on_rank, explain_trace.name_of(model), args, kwargs or {}, dynamic, world, copies, parsed
+            on_rank,
+            explain_trace.name_of(model),
+            args,
+            kwargs or {},
+            dynamic,
+            world,
+            {"copies": copies, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype},
+            parsed,
         )
 
 
@@ -276,7 +288,7 @@ def _explained(
     kwargs: Mapping[str, Any],
     dynamic: bool,
     world: World | None,
-    copies: Wanted,
+    policy: Mapping[str, Any],
     parsed: Options,
 ) -> Explanation:
     from .communication import predict
@@ -305,7 +317,7 @@ def _explained(
             world or 1,
             parsed,
             training=explanation.training,
-            copies=copies,
+            **policy,
             interconnect=INTERCONNECTS.get(parsed.target.name) if parsed.target else None,
             in_graph=(high, float8) if high else None,
             recomputed={row.fqn for trace in traces for row in trace.report.decisions if row.recomputed},

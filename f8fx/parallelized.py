@@ -9,7 +9,6 @@ only. The collectives then stand in the traced graphs, where :func:`f8fx.wire.ca
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,12 +60,6 @@ def _without_data(model: nn.Module) -> nn.Module:
             nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
         )
     return copy.deepcopy(model, memo)
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing what makes them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def dtensor_like(tensor: Any, make: Callable[[Tensor], Tensor]) -> Tensor:

@@ -102,7 +102,10 @@ class Sharded:
         """The collectives of one step, not the first; see :mod:`f8fx.fsdp.copies`."""
         ranks, stride, replicas = self.world.fsdp, self.world.tp, self.world.replicate
         found: list[Call] = []
-        if float8 and (amaxes := sum(map(_amaxes, self._converted()))):
+        converted = self._converted()
+        # of weights that do not change the amaxes have been taken
+        if float8 and training and any(p.trained for p in converted):
+            amaxes = sum(map(_amaxes, converted))
             found.append(Call("all_reduce", "amaxes", "", False, ranks, {"int32": 4 * amaxes}, stride))
         for unit, params in self.units.items():
             if not params:

@@ -67,7 +67,7 @@ class World:
 
     @staticmethod
     def parse(world: World | int | str) -> World:
-        """From ``8``, ``"8"``, ``"8x4"`` or ``"replicate=2,fsdp=8,tp=4"``, which may have its parts in any order.
+        """From ``8``, ``"8"``, ``"8x4"`` or ``"replicate=2,fsdp=8,tp=4"``: its parts in any order, 1 those left out.
 
         Raises:
             ValueError: for anything else.
@@ -81,10 +81,11 @@ class World:
             return World(int(found[1]), int(found[2] or 1))
         parts = [re.fullmatch(r"(fsdp|tp|replicate)=(\d+)", part) for part in text.split(",")]
         sizes = {part[1]: int(part[2]) for part in parts if part}
-        if len(sizes) == len(parts) and "fsdp" in sizes:
-            return World(**sizes)
+        if len(sizes) == len(parts):
+            return World(**{"fsdp": 1, **sizes})
         raise ValueError(
-            f"world must be like 8, 8x4 (FSDP x TP), fsdp=8,tp=4 or replicate=2,fsdp=8 (HSDP), got {world!r}"
+            "world must be like 8, 8x4 (FSDP x TP), fsdp=8,tp=4, replicate=2,fsdp=8 (HSDP) or replicate=8 (DDP), "
+            f"got {world!r}"
         )
 
 

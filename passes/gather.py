@@ -187,7 +187,7 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
 
 
 def _step(node: fx.Node, user: fx.Node) -> Step | None:
-    if user.target in VIEWS:
+    if user.target in VIEWS or _is_whole(node, user):
         return Step("view", (user,))
     if user.target in PERMUTES:
         return Step("permute", (user,))
@@ -197,6 +197,13 @@ def _step(node: fx.Node, user: fx.Node) -> Step | None:
         dtypes = {node.meta["val"].dtype, user.meta["val"].dtype}
         return Step("cast", (user,)) if dtypes <= FLOATS else None
     return None
+
+
+def _is_whole(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a slice is all of its input, as DTensor makes them of sizes over 256: it compares sizes by ``is``."""
+    if user.target is not aten.slice.Tensor or user.args[0] is not node:
+        return False
+    return all(map(is_same, shape_of(node), shape_of(user)))
 
 
 def _reassembled(wait: fx.Node, user: fx.Node, size: int, shard: tuple) -> Step | None:

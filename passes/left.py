@@ -8,6 +8,7 @@ import torch
 
 aten = torch.ops.aten
 
+UNEVEN = "split unevenly by tensor parallelism"
 ACTIVATIONS = "matmul of two activations"
 HELD = "matmul of buffers or of an optimizer's state"
 BATCHED = "batched matmul of two activations"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from f8fx.parts import is_dtensor, largest_part
 from f8fx.torch_private import (
     input_position,
     is_higher_order,
@@ -29,6 +30,8 @@ aten = torch.ops.aten
 #: Keys in the metadata of inputs and constants of which is known whether they are parameters, or held otherwise.
 _PARAMETER = "f8fx_parameter"
 _HELD = "f8fx_held"
+#: Of inputs that ranks hold unequal parts of.
+_UNEVEN = "f8fx_uneven"
 
 #: Operators that contract: what they give is a weight only as an exception (``w + b @ a``), and often data.
 _CONTRACTIONS = frozenset(
@@ -46,17 +49,22 @@ class KnownInputs:
     Attributes:
         parameters: positions of the parameters.
         held: positions of what else modules and optimizers hold: buffers, other attributes, states, gradients.
+        uneven: positions of those of which ranks hold parts of unequal sizes.
     """
 
     parameters: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
+    uneven: frozenset[int] = frozenset()
 
     @staticmethod
     def of(example_inputs: Sequence[Any]) -> KnownInputs:
         """What Dynamo's inputs tell."""
         parameters = {i for i, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)}
         held = {i for i, value in enumerate(example_inputs) if keeps_its_address(value)}
-        return KnownInputs(frozenset(parameters), frozenset(held - parameters))
+        uneven = {
+            i for i, value in enumerate(example_inputs) if is_dtensor(value) and not largest_part(value)[1]
+        }
+        return KnownInputs(frozenset(parameters), frozenset(held - parameters), frozenset(uneven))
 
     def mark(self, graph: fx.Graph) -> None:
         """Notes it on the inputs of a graph made of the Dynamo graph; parts of a subclass are what the whole is.
@@ -68,6 +76,7 @@ class KnownInputs:
                 position = input_position(node)
                 node.meta[_PARAMETER] = position in self.parameters
                 node.meta[_HELD] = position in self.held
+                node.meta[_UNEVEN] = position in self.uneven
             elif node.op == "get_attr":
                 node.meta[_PARAMETER] = isinstance(_constant(node), nn.Parameter)
                 node.meta[_HELD] = not node.meta[_PARAMETER]
@@ -84,6 +93,12 @@ def _constant(node: fx.Node) -> Any:
 def is_marked(node: fx.Node) -> bool:
     """Whether an input or constant is known to be a parameter."""
     return node.meta.get(_PARAMETER, False)
+
+
+def is_uneven(node: fx.Node) -> bool:
+    """Whether a tensor is an input, at most moved or cast, of which ranks hold parts of unequal sizes."""
+    source = input_of(node)
+    return source is not None and bool(source.meta.get(_UNEVEN))
 
 
 def expanded_parameter(batched: fx.Node, weights: Collection[fx.Node] = ()) -> fx.Node | None:

@@ -26,6 +26,8 @@ from f8fx.torch_private import size_hint, statically_true
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert, Skip
 from .find import Found
 from .gemm import Gemm, Operand, Size, Unmatched
+from .left import UNEVEN
+from .parameters import is_uneven
 from .worth import Worth, cost_model
 
 
@@ -88,7 +90,15 @@ class Select:
 
     def __call__(self, found: Found, cached: Collection[fx.Node] = ()) -> list[Choice]:
         """The choices; casts of the ``cached`` weights cost nothing."""
-        choices = [self._legal(gemm) for gemm in found.gemms]
+        uneven = {
+            gemm.layer for gemm in found.gemms if is_uneven(gemm.left.node) or is_uneven(gemm.right.node)
+        }
+        choices = [
+            Skip(gemm, UNEVEN, "ranks would decide differently by their sizes")
+            if gemm.layer in uneven
+            else self._legal(gemm)
+            for gemm in found.gemms
+        ]
         worth = Worth(self.recipe, self.model_of, cached)
         if self.policy.select == "auto":
             judged = worth.decide(choices)

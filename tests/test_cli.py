@@ -230,6 +230,16 @@ def test_explain_refuses_options_that_mean_nothing(capsys: Capture, user_module:
     assert why in _fails_with_usage(capsys, "explain", f"{user_module}:good", "--option", option)
 
 
+def test_explain_takes_the_policy_of_mixed_precision(capsys: Capture, user_module: str):
+    command = ["explain", f"{user_module}:good", "--world", "2", "--json", "-"]
+    assert main([*command, "--param-dtype", "bfloat16", "--reduce-dtype", "float16"]) == 0
+    sent = json.loads(capsys.readouterr().out)["communication"]["high"]
+    assert {(each["op"], each["dtype"]) for each in sent} == {
+        ("all_gather", "bfloat16"),
+        ("reduce_scatter", "float16"),
+    }
+
+
 def test_explain_names_the_nearest_target(capsys: Capture, user_module: str):
     wrong = _fails_with_usage(capsys, "explain", f"{user_module}:good", "--target", "h10")
     assert "did you mean 'h100'?" in wrong

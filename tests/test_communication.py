@@ -64,7 +64,7 @@ def test_without_a_backward_weights_are_gathered_once():
         ("all_gather", "weights", "bfloat16", 3136 * 2 * 3 // 4, (64 + 1024) * 2 * 3 // 4),
         ("all_gather", "weights", "float8_e4m3fn", 0, 2048 * 3 // 4),
     ]
-    assert len(c.rows) == 3
+    assert len(c.rows) == 2
 
 
 def test_rowwise_sends_both_copies_or_each_in_its_half():
@@ -120,6 +120,15 @@ def test_frozen_weights_have_no_gradients_to_reduce():
     assert next(row for row in c.rows if row[0] == "reduce_scatter")[3] == (64 + 1024) * 2 // 2
 
 
+def test_amaxes_of_weights_that_stay_are_not_taken_in_every_step():
+    model = net()
+    for block in model.blocks:
+        block.requires_grad_(False)
+    assert [row[1] for row in predict(model, 2, options()).rows] == ["weights", "weights", "gradients"]
+    model.blocks[0].weight.requires_grad_(True)
+    assert predict(model, 2, options()).rows[-1][1] == "amaxes"
+
+
 def test_mixed_precision_gathers_and_reduces_in_its_dtypes():
     c = predict(net().float(), 2, options(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert [row[2] for row in c.rows] == ["bfloat16", "float8_e4m3fn", "float32", "int32"]
@@ -152,6 +161,8 @@ def test_one_rank_sends_nothing():
         ("tp=4, fsdp=8", World(8, 4)),
         ("fsdp=2", World(2)),
         ("replicate=4,fsdp=8", World(8, replicate=4)),
+        ("replicate=8", World(1, replicate=8)),
+        ("tp=4", World(1, 4)),
         ("fsdp=8,tp=4,replicate=2", World(8, 4, 2)),
     ],
 )
@@ -161,7 +172,7 @@ def test_worlds(text, world: World):
 
 @pytest.mark.parametrize(
     "text",
-    ["0", "eight", "8x", "tp=4", "tp=4,tp=4", "fsdp=4,fsdp=8", "tp=4,fsdp=0", "8x4x2", "replicate=2", -1],
+    ["0", "eight", "8x", "dp=4", "tp=4,tp=4", "fsdp=4,fsdp=8", "tp=4,fsdp=0", "8x4x2", "replicate=2,", -1],
 )
 def test_worlds_that_cannot_be(text):
     with pytest.raises(ValueError, match="world"):

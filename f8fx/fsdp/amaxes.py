@@ -16,6 +16,7 @@ from f8fx.streams import Made, current
 from f8fx.torch_private import infinity_norms
 
 from .formats import Format
+from .reduce import SAME_FORWARDS, maximum
 
 #: Where the amaxes of a weight begin, and their shape.
 Place = tuple[int, tuple[int, ...]]
@@ -53,21 +54,13 @@ class Reduced:
         return scaled[start : start + math.prod(shape)].view(shape)
 
 
-def maximum(vector: Tensor, mesh: DeviceMesh, weights: int) -> None:
+def largest(vector: Tensor, mesh: DeviceMesh, weights: int) -> None:
     """The largest of all ranks' amaxes, in place; of the floats' bits, so that a NaN wins.
 
     Raises:
-        RuntimeError: if the collective fails, as gloo's do where a rank died or did not come in time. NCCL's
-            run on the device: there its watchdog ends the process.
+        RuntimeError: if the collective fails.
     """
-    try:
-        dist.all_reduce(vector.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group())
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"f8fx.fsdp: the all-reduce of the amaxes of {weights} weights over ranks {list(ranks(mesh))} failed. A "
-            "rank has died, has not come within the process group's timeout, or is at another collective: "
-            "every rank must begin the same forwards"
-        ) from error
+    maximum(vector.view(torch.int32), mesh.get_group(), f"the amaxes of {weights} weights", SAME_FORWARDS)
 
 
 def ranks(mesh: DeviceMesh) -> tuple[int, ...]:

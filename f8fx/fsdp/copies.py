@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,6 +42,8 @@ from f8fx.torch_private import (
     set_gather_outputs,
     storage_key,
 )
+
+from .reduce import SAME_FORWARDS, maximum
 
 if TYPE_CHECKING:
     from .shard import Float8Shard
@@ -273,6 +274,6 @@ def settle(found: Iterable[Copies]) -> None:
         mesh = members[0].mesh
         assert mesh is not None
         seen = torch.tensor([c.seen for c in members], dtype=torch.uint8, device=mesh.device_type)
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group=mesh.get_group())
+        maximum(seen, mesh.get_group(), f"what {len(members)} weights are read for", SAME_FORWARDS)
         for copies, row in zip(members, seen.tolist(), strict=True):
             copies.settle(*map(bool, row))

@@ -20,6 +20,7 @@ from f8fx.torch_private import local_tensor, pre_hooks, storage_key
 from .copies import Copies, Wanted
 from .formats import Format
 from .judge import Candidate, GatherDecision, judge
+from .reduce import maximum
 from .scales import BeginForward, EndForward, Mode, Scales, WeightScales
 from .shard import Float8Shard
 
@@ -245,7 +246,7 @@ def _agree(
         kind, groups = mesh.device_type, mesh.get_all_groups()
     for group in groups:
         extremes = torch.tensor([number, -number], device=kind)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        maximum(extremes, group, "the decisions", "every rank must call enable_float8_all_gather")
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             raise RuntimeError(

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from f8fx import hardware
 from f8fx.options import Options
+from f8fx.parts import largest_part
+from f8fx.passes.left import UNEVEN
 from f8fx.torch_private import local_tensor
 
 from .experts import contracted, may_be_experts, why_no_grouped_gemm
@@ -62,25 +64,14 @@ class Candidate:
     def shape(self) -> tuple[int, ...]:
         """Of a tensor-parallel weight, of its largest part: the same on all ranks."""
         if isinstance(self.param, DTensor):
-            return self._part[0]
+            return largest_part(self.param)[0]
         rows, *rest = self.local.shape
         return (-(-rows // self.split), *rest)
 
     @property
     def is_uneven(self) -> bool:
         """Whether tensor parallelism has given ranks parts of different sizes."""
-        return isinstance(self.param, DTensor) and not self._part[1]
-
-    @property
-    def _part(self) -> tuple[tuple[int, ...], bool]:
-        """Sizes of the largest part of a DTensor, and whether all parts have them."""
-        assert isinstance(self.param, DTensor)
-        sizes, even = list(self.param.shape), True
-        for count, placement in zip(self.param.device_mesh.shape, self.param.placements, strict=True):
-            if isinstance(placement, Shard):
-                even = even and sizes[placement.dim] % count == 0
-                sizes[placement.dim] = -(-sizes[placement.dim] // count)
-        return tuple(sizes), even
+        return isinstance(self.param, DTensor) and not largest_part(self.param)[1]
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,7 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
     if not local.is_contiguous():
         return "not contiguous"
     if candidate.is_uneven:
-        return "split unevenly by tensor parallelism"
+        return UNEVEN
     if not local.numel() or any(size % _ALIGNMENT for size in candidate.shape[-2:]):
         return f"not a multiple of {_ALIGNMENT}"
     chosen = options.target or hardware.of_device(_device(local))

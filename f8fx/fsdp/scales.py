@@ -53,7 +53,7 @@ from f8fx.torch_private import (
     version_counter,
 )
 
-from .amaxes import Place, Reduced, amaxes, maximum, ranks
+from .amaxes import Place, Reduced, amaxes, largest, ranks
 from .copies import Copies, settle
 from .formats import Format, Layout, scale_shape
 from .steps import watch_optimizers
@@ -296,7 +296,7 @@ class Scales:
                 start += parts[-1].numel()
         vector = torch.cat(parts).to(mesh.device_type)
         if mesh.size() > 1:
-            maximum(vector, mesh, len(jobs))
+            largest(vector, mesh, len(jobs))
         reduced = Reduced(vector, places)
         for weight, shard, _ in jobs:
             weight.reduced, weight.mesh, weight.version = reduced, mesh, weight.version_now(shard)
