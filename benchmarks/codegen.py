@@ -25,8 +25,9 @@ import torch
 from torch import fx
 
 from f8fx import executor, lowerings
+from f8fx.graph_bytes import saved_bytes
 from f8fx.options import Options
-from f8fx.torch_private import fake_tensor_mode, storage_key
+from f8fx.torch_private import fake_tensor_mode
 from f8fx.tuning import tuning
 
 from .rereads import L2_BYTES, PROCESSORS, Tensor, reread_bytes, strided_bytes
@@ -164,32 +165,14 @@ def halves(
         executor.compile_eager(gm, inputs, transform, lambda *graphs: found.extend(graphs), save=parsed.save)
         parameters = [index for index, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
         (output,) = gm.graph.find_nodes(op="output")
-        saved = saved_bytes(found[0], len(output.args[0]), parameters)
+        given = found[0].graph.find_nodes(op="placeholder")
+        there = {given[index] for index in parameters}
+        saved = saved_bytes(found[0].graph, len(output.args[0]), there.__contains__)
         return gm.forward
 
     torch.compiler.reset()
     torch.compile(model, backend=backend, fullgraph=True)(*args)
     return found, saved
-
-
-def saved_bytes(forward: fx.GraphModule, outputs: int, parameters: Sequence[int]) -> int:
-    """Bytes kept from forward to backward: inputs and intermediates, nothing twice, and nothing that is there
-    anyway: no parameters and no results.
-
-    Args:
-        outputs: how many of the forward's outputs are the model's; the others are kept.
-        parameters: positions of those inputs that are there anyway.
-    """
-    inputs = forward.graph.find_nodes(op="placeholder")
-    (output,) = forward.graph.find_nodes(op="output")
-    free = {storage_key(inputs[index].meta["val"]) for index in parameters}
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in output.args[0]]
-    free |= {storage_key(value) for value in values[:outputs] if isinstance(value, torch.Tensor)}
-    kept = {}
-    for value in values[outputs:]:
-        if isinstance(value, torch.Tensor) and storage_key(value) not in free:
-            kept[storage_key(value)] = value.untyped_storage().nbytes()
-    return sum(kept.values())
 
 
 def generate(half: fx.GraphModule, is_backward: bool) -> Generated:

@@ -33,7 +33,7 @@ from .parallelized import dtensor_like
 from .partition import Partitioner
 from .parts import is_dtensor
 from .passes import Pipeline
-from .passes.parameters import KnownInputs
+from .passes.parameters import KnownInputs, is_there
 from .report import GraphReport
 from .resumed import name_modules
 from .torch_private import (
@@ -65,8 +65,8 @@ class GraphTrace:
 
     Attributes:
         report: what the passes decided.
-        saved_bytes_high, saved_bytes_float8: bytes that live from forward to backward and are no
-            inputs of the graph, in high precision and in float8.
+        saved_bytes_high, saved_bytes_float8: bytes that are kept from forward to backward, in high precision and
+            in float8 (:func:`f8fx.graph_bytes.saved_bytes`).
         communicated_bytes_high, communicated_bytes: bytes in the collectives, likewise.
         calls_high, calls: the collectives of forward and backward, likewise; what is recomputed is there twice.
     """
@@ -305,7 +305,7 @@ class _Collector:
         if report.converted:
             rewritten.recompile()
             float8 = self.partitioner(rewritten, inputs, **kwargs)
-        high, low = (saved_bytes(forward.graph, outputs) for forward, _ in (halves, float8))
+        high, low = (saved_bytes(forward.graph, outputs, is_there) for forward, _ in (halves, float8))
         calls = ((*calls_of(f.graph, False), *calls_of(b.graph, True)) for f, b in (halves, float8))
         self.graphs.append(GraphTrace(report, high, low, *communicated, *calls))
         return halves

@@ -96,8 +96,8 @@ class Explanation:
         training: whether a backward was traced.
         graphs: one report for each graph.
         rows: one for each matmul, in graph order.
-        saved_bytes_high, saved_bytes_float8: bytes kept from forward to backward beside parameters and
-            inputs, with the high-precision graph and with the float8 one.
+        saved_bytes_high, saved_bytes_float8: bytes kept from forward to backward, with the high-precision graph and
+            with the float8 one: intermediates, and inputs that no module holds; parameters are there anyway.
         communicated_bytes_high, communicated_bytes: bytes in collectives of the graphs, likewise: of each its
             input or output, whichever is larger; 0 on a single device.
         communication: what a step sends: under FSDP2 on the world that was asked for, and in the graphs. ``None``

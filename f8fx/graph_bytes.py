@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, fx
@@ -11,21 +11,19 @@ from torch import Tensor, fx
 from .torch_private import is_collective, size_hint, storage_key, tree_leaves
 
 
-def saved_bytes(forward: fx.Graph, outputs: int) -> int:
-    """Bytes a forward graph keeps for its backward, beside its inputs.
+def saved_bytes(forward: fx.Graph, outputs: int, is_there: Callable[[fx.Node], bool]) -> int:
+    """Bytes a forward graph keeps for its backward: inputs and intermediates, nothing twice, and nothing that is there anyway.
 
     Args:
-        outputs: how many of its outputs are the user's; what follows is for the backward.
+        outputs: how many of its outputs are the user's, which are there anyway; what follows is for the backward.
+        is_there: whether an input is there anyway: parameters are, activations that another graph has made are kept.
     """
-    free = {
-        storage_key(value)
-        for node in forward.nodes
-        if node.op in ("placeholder", "get_attr")
-        for value in _values(node)
-    }
+    results = cast("Sequence[Any]", forward.output_node().args[0])
+    anyway = [n for n in forward.nodes if n.op == "get_attr" or (n.op == "placeholder" and is_there(n))]
+    free = {storage_key(value) for node in (*anyway, *results[:outputs]) for value in _values(node)}
     kept: dict[int, int] = {}
-    for node in cast("Sequence[Any]", forward.output_node().args[0])[outputs:]:
-        for value in _values(node) if isinstance(node, fx.Node) else ():
+    for node in results[outputs:]:
+        for value in _values(node):
             if storage_key(value) not in free:
                 kept[storage_key(value)] = size_hint(value.untyped_storage().nbytes()) or 0
     return sum(kept.values())
@@ -42,8 +40,10 @@ def communicated_bytes(graph: fx.Graph) -> int:
     return total
 
 
-def _values(node: fx.Node) -> list[Tensor]:
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+def _values(node: Any) -> list[Tensor]:
+    """The tensors of a node; of what is no node, none."""
+    values = tree_leaves(node.meta.get("val")) if isinstance(node, fx.Node) else ()
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _nbytes(value: Tensor) -> int:

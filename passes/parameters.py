@@ -95,6 +95,11 @@ def is_marked(node: fx.Node) -> bool:
     return node.meta.get(_PARAMETER, False)
 
 
+def is_there(node: fx.Node) -> bool:
+    """Whether an input or constant is known to be held by a module or an optimizer: a parameter, or otherwise."""
+    return is_marked(node) or bool(node.meta.get(_HELD, False))
+
+
 def is_uneven(node: fx.Node) -> bool:
     """Whether a tensor is an input, at most moved or cast, of which ranks hold parts of unequal sizes."""
     source = input_of(node)

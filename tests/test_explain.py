@@ -175,8 +175,10 @@ def test_saved_bytes_by_hand():
     tokens, width, hidden = 16384, 2048, 4096
     x = meta_input(tokens, width)
     e = f8fx.explain(meta_mlp(width=width, hidden=hidden), x)
-    # relu's output, in bfloat16, which the backward of `down` and of relu read; x is an input
-    assert e.saved_bytes_high == 2 * tokens * hidden
+    # in bfloat16 x, which some other graph has made, and relu's output, which the backward of `down` and of relu read
+    assert e.saved_bytes_high == 2 * tokens * (width + hidden)
+    # of x what the gradient of `up` reads; scales, and their reciprocals, of two inputs and the weight of `down`
+    assert e.saved_bytes_float8 - 4 * 2 * 3 <= tokens * width + 2 * tokens * hidden <= e.saved_bytes_float8
     none = f8fx.explain(meta_mlp(width=width, hidden=hidden), x, filter_fqns=["up", "down"])
     assert none.saved_bytes_float8 == none.saved_bytes_high
 
@@ -265,8 +267,9 @@ def test_a_block_of_8b_widths_needs_no_memory():
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200_000  # kB; its weights alone would be 436 MB
     assert e.total == 21 and e.converted == 21
-    # FACTS: Inductor saves 1146 MB of a bf16 Llama block like this one
-    assert e.saved_bytes_high == pytest.approx(1.146e9, rel=0.02)
+    # `benchmarks.traffic` counts 1146.2 MB of a block whose RoPE tables are inputs (4.2 MB) and whose attention gives what
+    # `o_proj` reads: here that is a copy, [S, H, D] of [H, S, D], and both are kept
+    assert e.saved_bytes_high == pytest.approx(1146.2e6 - 4.2e6 + 2 * 8192 * 4096, rel=1e-4)
 
 
 def test_functions_and_what_they_close_over():
