@@ -162,6 +162,8 @@ class Linears(nn.Module):
 
 #: The largest finite numbers that every step of a CPU gemm still takes, and a subnormal, of each dtype.
 LARGEST = {bf16: 1e30, torch.float16: 65504.0}
+#: With which some CPUs' gemms overflow between the first scale and the second: then torchao's does, too.
+OUT_OF_RANGE = {bf16: 1e38, torch.float16: 65504.0}
 SUBNORMAL = {bf16: 1e-38, torch.float16: 1e-5}
 EDGES = {
     "plain": lambda t, _: t,
@@ -174,6 +176,7 @@ EDGES = {
     "about EPS": lambda t, _: t * EPS,
     "subnormals": lambda t, dtype: (t.sign().double() * SUBNORMAL[dtype]).to(dtype),
     "large": lambda t, dtype: (t.double() / t.abs().max() * LARGEST[dtype]).to(dtype),
+    "1e38": lambda t, dtype: (t.double() / t.abs().max() * OUT_OF_RANGE[dtype]).to(dtype),
     "outlier channel": lambda t, _: t * torch.ones(t.shape[1]).index_fill(0, torch.tensor(7), 1e3).to(t),
     "outlier row": lambda t, _: t * torch.ones(t.shape[0], 1).index_fill(0, torch.tensor(7), 1e3).to(t),
 }
@@ -181,8 +184,8 @@ SPOT = (torch.tensor(3), torch.tensor(5))
 #: The part of a layer -> the edges it is given, one at a time.
 GIVEN = {
     "input": tuple(EDGES),
-    "weight": ("zeros", "zero row", "nan", "large"),
-    "incoming gradient": ("zeros", "zero row", "nan", "inf", "about EPS", "large"),
+    "weight": ("zeros", "zero row", "nan", "large", "1e38"),
+    "incoming gradient": ("zeros", "zero row", "nan", "inf", "about EPS", "large", "1e38"),
 }
 
 
