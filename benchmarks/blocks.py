@@ -57,7 +57,7 @@ class Llama(nn.Module):
         """[B, S, D], and twice [1, S, 1, E/2] -> [B, S, D]"""
         h = self.norm(x)
         q, k, v = (layer(h).unflatten(-1, (-1, HEAD)) for layer in (self.q, self.k, self.v))
-        heads = (t.transpose(1, 2) for t in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        heads = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         mixed = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0]
         return self.mlp(x + self.o(mixed.transpose(1, 2).flatten(2)))
 
@@ -74,7 +74,8 @@ class NormLinear(nn.Module):
         return torch.sigmoid(self.linear(self.norm(x)))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: [B, S, H, E], and twice [1, S, 1, E/2] -> [B, S, H, E]"""
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 

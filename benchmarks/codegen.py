@@ -180,6 +180,7 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
@@ -193,6 +194,8 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
     carrier = types.SimpleNamespace(tuning=tuning({}))
     patches.update({key: getattr(config, key) for key in carrier.tuning}, joint_custom_pre_pass=carrier)
     with V.set_fake_mode(mode), config.patch(patches):
+        # one of Inductor's joint passes, which leaves tensors on the meta device as they are
+        replace_random_passes(graph)
         _recursive_post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), _recorded() as sources:

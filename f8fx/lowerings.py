@@ -94,7 +94,9 @@ def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
         # that sum in the kernel that reduces rows only if nothing rides in it
         with table.fused_only_with("column amax", first=True):
             return table(aten.amax, magnitude, [0], False)
-    return table(aten.amax, magnitude, [0, 1] if dim is None else [dim], False)
+    # of one row: amaxes of rows or columns that were taken before, for which one small kernel is enough
+    with table.in_one_stage() if dim is None and table.is_row(x) else nullcontext():
+        return table(aten.amax, magnitude, [0, 1] if dim is None else [dim], False)
 
 
 def _scale(table: Lowering, amax: Any, *, dtype: torch.dtype, power_of_2: bool = False) -> Any:

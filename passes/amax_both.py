@@ -5,8 +5,9 @@ function's inputs. With a rowwise recipe that is three kernels, the first for th
 the second for the columns' amaxes, the third for the transposed copy. :mod:`kernels.computed_amaxes` takes all amaxes in
 one, and then one of Inductor's tiled kernels makes both copies: a read less. What the function gave, of which the backward
 needs a copy scaled by columns, is computed from the same inputs, and its amaxes are taken along. So are the sums of a
-gradient's columns, which are the gradient of a bias. Inductor would read everything once more for them, but for
-tensors that are tall: it has a kernel for both, which takes the columns' amaxes along, and gets them.
+gradient's columns, which are the gradient of a bias: Inductor would read everything once more for them. (Of tall
+tensors it can reduce rows and sum columns in one kernel; with amaxes of columns among the sums torch 2.15 does, and reads as
+much as ours, 2.11 and 2.13 do not.)
 
 Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row) that is no read less, and
 what moves elements about on its way (RoPE) the kernel has no words for: these stay as they are.
@@ -25,19 +26,14 @@ import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.torch_private import sums_both_ways
 
 from .backward import backward_nodes
-from .in_memory import is_in_memory, part_in_memory
+from .columns import column_sums, inputs_of, is_over_rows, side_by_side
+from .in_memory import is_in_memory
 from .one_read import ends_in
-from .operand import CASTS, SAME_ORDER, base_of, readers, shape_of
+from .operand import SAME_ORDER, flat_base, readers, shape_of
 
 aten = torch.ops.aten
-
-
-#: One number, in a tensor of any size.
-_CONSTANTS = frozenset((aten.full.default, aten.scalar_tensor.default))
-_SUMS = (aten.sum.dim_IntList, ops.column_sums)
 
 
 class AmaxBoth:
@@ -67,9 +63,7 @@ class AmaxBoth:
         rows, columns = (_amax_of(scale, source, dim) for scale, dim in zip(scales, (1, 0), strict=True))
         if rows is None or columns is None:
             return None
-        parts: list[fx.Node] = [source]
-        if source.target is ops.concat and source.args[1] == 1:
-            parts = cast("list[fx.Node]", source.args[0])
+        parts = side_by_side(source)
         shape = shape_of(parts[0])
         if any(type(size) is not int or not size for size in shape) or any(
             shape_of(part) != shape for part in parts
@@ -77,12 +71,12 @@ class AmaxBoth:
             return None
         inputs: set[Hashable] = set()
         for part in parts:
-            own = None if is_in_memory(part) else _inputs(part)
+            own = None if is_in_memory(part) else inputs_of(part)
             if own is None:
                 return None
             inputs |= own
         sums = _sums(source, parts, min(rows, columns))
-        if sums is None or (sums and parts == [source] and sums_both_ways(*shape)):
+        if sums is None:
             return None
         return _Match(source, shape, rows, columns, inputs, sums)
 
@@ -120,51 +114,13 @@ def _sums(source: fx.Node, parts: list[fx.Node], place: fx.Node) -> dict[fx.Node
     """The sums of the columns of a tensor's parts, with the parts; ``None`` if one of them needs a read of its own."""
     found = {}
     for tensor in dict.fromkeys([*parts, source]):
-        same = readers(tensor, SAME_ORDER)
-        for user in readers(tensor, SAME_ORDER | CASTS):
-            if user.target not in _SUMS or user.meta["val"].numel() != shape_of(tensor)[1]:
-                continue
+        same = readers(flat_base(tensor), SAME_ORDER)
+        for user in column_sums(tensor):
             if tensor not in parts or user not in same or user.meta["val"].dtype != tensor.meta["val"].dtype:
                 return None  # of all parts together, or of other numbers than are cast
-            if not _is_over_rows(user) or source in _readers(user, place):
+            if not is_over_rows(user) or source in _readers(user, place):
                 return None
             found[user] = tensor
-    return found
-
-
-def _is_over_rows(node: fx.Node) -> bool:
-    """Whether a sum is over all dimensions but the last."""
-    rank = len(shape_of(cast("fx.Node", node.args[0])))
-    return {dim % rank for dim in cast("list[int]", node.args[1])} == {*range(rank - 1)}
-
-
-def _inputs(source: fx.Node) -> set[Hashable] | None:
-    """The tensors in memory, or parts of them, that a value is computed from element by element; ``None`` if it is not."""
-    rows, columns = shape_of(source)
-    seen: set[fx.Node] = set()
-    found: set[Hashable] = set()
-    todo = [source]
-    while todo:
-        node = todo.pop()
-        value = node.meta.get("val")
-        if node in seen or not isinstance(value, torch.Tensor):
-            continue
-        seen.add(node)
-        if "f8fx" in node.meta and value.numel() in (rows, columns) and value.numel() < rows * columns:
-            found.add(node)  # scales of a gemm, which are written
-            continue
-        if value.numel() > 1 and value.shape[-1] != columns:
-            return None  # a number a row: the mean of a norm
-        if node.target in _CONSTANTS:
-            continue
-        if is_in_memory(node):
-            found.add(base_of(node))
-        elif (part := part_in_memory(node)) is not None:
-            found.add(part)
-        elif node.target in SAME_ORDER | CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            todo.extend(node.all_input_nodes)
-        else:
-            return None
     return found
 
 
@@ -187,7 +143,7 @@ def _columns_only(graph: fx.Graph, own: set[fx.Node]) -> dict[Hashable, list[_Co
         source = cast("fx.Node", amax.args[0])
         if amax in own or amax.args[1:] != (0,) or "recompute" in amax.meta or is_in_memory(source):
             continue
-        inputs = _inputs(source)
+        inputs = inputs_of(source)
         if inputs:
             found[min(inputs, key=str)].append(_Columns(amax, inputs))
     return found

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 
+from benchmarks.blocks import rotate
 from benchmarks.rereads import inlined
 from f8fx.tuning import tuning
 from tests.helpers import bf16
@@ -91,8 +92,32 @@ def generated(module, *shapes, **options):
 
 
 def lowered(graphs):
+    """What is generated for both halves; of whatever graph, no cast computes its scale again for each element."""
     with codegen.h100():
-        return [codegen.generate(g, backward) for g, backward in zip(graphs, (False, True), strict=True)]
+        halves = [codegen.generate(g, backward) for g, backward in zip(graphs, (False, True), strict=True)]
+    repeated = [name for half in halves for name, source in sources_of(half) if repeats_scales(source)]
+    assert not repeated, repeated
+    return halves
+
+
+def sources_of(half):
+    """The names and texts of the kernels that Inductor generated, the parts of combined ones in their places."""
+    found = re.findall(
+        r"^(triton_\w+) = async_compile.triton\('\w+', '{3}\n(.*?)^'{3}", half.code, re.M | re.S
+    )
+    return [(name, inlined(source)) for name, source in found]
+
+
+def repeats_scales(source):
+    """Whether the arithmetic of scales, the only one in float64, is done for each element: where elements are cast.
+
+    In a kernel that reduces rows it is done once a row, between the loops over its elements.
+    """
+    for part in re.split(r"\n    (?:el)?if pid < |\n    else", source):
+        if "r0_numel" not in part and "tl.float64" in part and ".to(tl.float8" in part:
+            return True
+    loops = re.findall(r"^( +)for r0_offset in .*\n((?:\1 +.*\n|\s*\n)*)", source, re.M)
+    return any("tl.float64" in body for _, body in loops)
 
 
 def weights_of(module):
@@ -105,10 +130,7 @@ def weight_loads(graph, half):
     """How often each weight is read by the text of the kernels that are launched."""
     values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     weights = [f"arg{index}_1" for index, value in enumerate(values) if is_weight(value)]
-    sources = dict(
-        re.findall(r"^(triton_\w+) = async_compile.triton\('\w+', '{3}\n(.*?)^'{3}", half.code, re.M | re.S)
-    )
-    sources = {name: inlined(source) for name, source in sources.items()}
+    sources = dict(sources_of(half))
     counted = dict.fromkeys(weights, 0)
     for kernel, arguments in re.findall(r"^ +(triton_\w+)\.run\((.*?), stream=", half.code, re.M):
         parameters = re.search(r"^def \w+\(([^)]*)\)", sources[kernel], re.M)[1].split(", ")
@@ -123,12 +145,13 @@ def is_weight(value):
 
 
 def listed(halves):
-    """Kernels of forward and backward with the megabytes they move; tiny ones without."""
+    """Kernels of forward and backward with the megabytes they move, what they read again too; tiny ones without."""
     lines = []
     for name, half in zip(("forward", "backward"), halves, strict=True):
         lines.append(f"{name}:")
         for kernel in half.kernels:
-            size = f"{kernel.bytes / 1e6:6.1f} MB" if kernel.bytes > 1e5 else "     tiny"
+            moved = kernel.bytes + kernel.reread
+            size = f"{moved / 1e6:6.1f} MB" if moved > 1e5 else "     tiny"
             lines.append(f"  {size}  {kernel.name}")
     return "\n".join(lines)
 
@@ -157,6 +180,56 @@ def test_every_kernel_that_is_launched_is_counted_under_the_name_that_a_profile_
         # up to scales, which one of them counts where they are written and the other where they are added to
         moved = sum(graph.kernels[name].bytes for name in launched)
         assert moved == pytest.approx(sum(k.bytes for k in half.triton), rel=5e-3)
+
+
+_COMBINED = """
+def kernel(in_ptr0, in_ptr1, out_ptr0, out_ptr1):
+    if pid < num_xblocks_0:
+        tmp0 = tl.load(in_ptr0 + (x0), xmask)
+        {scale}
+        tl.store(out_ptr0 + (x0), tmp1, xmask)
+    elif pid < num_xblocks_1:
+        tmp0 = tl.load(in_ptr1 + (x0), xmask)
+        {cast}
+        tl.store(out_ptr1 + (x0), tmp2, xmask)
+"""
+_LOOPED = """
+def kernel(in_ptr0, out_ptr0):
+    r0_numel = 4096
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp0 = tl.load(in_ptr0 + (r0_1 + 4096*x0), xmask)
+    {scale}
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp0 = tl.load(in_ptr0 + (r0_1 + 4096*x0), xmask)
+
+        {cast}
+        tl.store(out_ptr0 + (r0_1 + 4096*x0), tmp2, xmask)
+"""
+
+
+@pytest.mark.parametrize("form", [_COMBINED, _LOOPED])
+def test_arithmetic_of_scales_for_each_element_would_be_seen(form):
+    """By what is asked of all that is generated here."""
+    scale, cast = "tmp1 = tmp0.to(tl.float64)", "tmp2 = tmp0.to(tl.float8e4nv)"
+    assert not repeats_scales(form.format(scale=scale, cast=cast))
+    assert repeats_scales(form.format(scale="", cast=f"{scale}; {cast}"))
+
+
+def test_dropout_is_generated_too():
+    """What was dropped is saved, a byte an element; the numbers are drawn where they are compared."""
+
+    class Dropout(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(256, 512)
+
+        def forward(self, x):
+            return F.dropout(self.linear(x), 0.1)
+
+    graphs, saved = traced(Dropout, (512, 256))
+    forward, _ = lowered(graphs)
+    assert any("inductor_random" in kernel.name for kernel in forward.triton)
+    assert saved < 512 * (2 * 256 + 512) + 64  # the layer's input and the mask, and scales
 
 
 def test_padding_is_generated_too():
@@ -376,15 +449,18 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
-   236.7 MB  triton_add_amax_convert_element_type_mul_quantize_both_reciprocal_scale_sub_sum
-     1.6 MB  triton_add_amax_convert_element_type_mul_reciprocal_scale_sub_sum
+    67.8 MB  triton_add_amax_amax_both_convert_element_type_mul_reciprocal_scale_sub
+   136.4 MB  triton_computed_amaxes_kernel
     50.3 MB  triton_quantize
+     0.6 MB  triton_add_amax_convert_element_type_mul_reciprocal_scale_sub
+     0.1 MB  triton_amax_both_convert_element_type_mul_reciprocal_scale_sub
+   100.8 MB  triton_add_convert_element_type_mul_quantize_sub
+   201.4 MB  triton_convert_element_type_mul_quantize_both_sub
+   100.7 MB  extern_kernels._scaled_mm
    117.5 MB  extern_kernels._scaled_mm
    202.4 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sub_sum
-     0.5 MB  triton_convert_element_type_sum
-   268.6 MB  triton_add_convert_element_type_mul_quantize_quantize_both_sub
-   100.7 MB  extern_kernels._scaled_mm""",
+     0.5 MB  triton_convert_element_type_sum""",
         )
 
     def test_norm_linear_sigmoid_rowwise_with_gw_hp(self):
@@ -406,6 +482,114 @@ backward:
    202.4 MB  triton_convert_element_type_div_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sub_sum
      0.5 MB  triton_convert_element_type_sum""",
+        )
+
+
+class BiasedBlock(nn.Module):
+    """Biases everywhere, RoPE, attention whose output is gated, GELU: 16 heads of 128, four times as wide in the MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(2048) for _ in range(2))
+        self.q, self.k, self.v, self.gate, self.o = (nn.Linear(2048, 2048) for _ in range(5))
+        self.up, self.down = nn.Linear(2048, 8192), nn.Linear(8192, 2048)
+
+    def forward(self, x, cos, sin):
+        h = self.norms[0](x)
+        q, k, v = (layer(h).unflatten(-1, (-1, 128)) for layer in (self.q, self.k, self.v))
+        heads = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        mixed = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0]
+        x = x + self.o(mixed.transpose(1, 2).flatten(2) * torch.sigmoid(self.gate(h)))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+@pytest.mark.skipif(not LISTED, reason="the lists below are those of torch 2.13")
+class TestBlock(TestCase):
+    maxDiff = None
+
+    def large(self, recipe):
+        """The Triton kernels that move more than 40 MB, and what all of them do."""
+        with torch.device("meta"):
+            rotation = [torch.empty(1, 4096, 1, 64) for _ in range(2)]
+            x = torch.empty(1, 4096, 2048, dtype=bf16, requires_grad=True)
+            model = BiasedBlock().to(bf16)
+        halves = lowered(codegen.halves(model, x, *rotation, recipe=recipe)[0])
+        moved = [(kernel.bytes + kernel.reread, kernel.name) for half in halves for kernel in half.triton]
+        lines = [f"{sum(size for size, _ in moved) / 1e6:.1f} MB by {len(moved)} kernels"]
+        lines += [f"{size / 1e6:6.1f} MB  {name}" for size, name in moved if size > 40e6]
+        return "\n".join(lines)
+
+    def test_tensorwise(self):
+        """The gradient of GELU's input is summed and its amax taken in one kernel, as the others that biases need."""
+        self.assertExpectedInline(
+            self.large("tensorwise"),
+            """\
+2095.0 MB by 42 kernels
+ 126.0 MB  triton_add_amax_concat_convert_element_type_mul_rsqrt_squeeze_sub_var_mean
+ 188.8 MB  triton_add_concat_convert_element_type_mul_quantize_squeeze_sub
+ 186.7 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
+ 100.7 MB  triton_add_amax_mul_permute_sigmoid_slice_squeeze_view
+  41.9 MB  triton_mul_permute_quantize_sigmoid_squeeze_view
+  50.4 MB  triton_add_amax_convert_element_type_mul_rsqrt_squeeze_sub_var_mean_view
+  67.1 MB  triton_add_amax_convert_element_type_erf_mul_squeeze_view
+ 100.7 MB  triton_add_convert_element_type_erf_mul_quantize_squeeze_view
+  50.3 MB  triton_add_view
+ 214.0 MB  triton_add_concat_convert_element_type_mul_quantize_squeeze_sub
+ 135.3 MB  triton_add_amax_convert_element_type_erf_exp_mul_squeeze_sum_view
+ 234.9 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_squeeze_view
+  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  50.6 MB  triton_amax_convert_element_type_mul_permute_sigmoid_sub_sum_view
+  50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
+ 178.3 MB  triton_mul_permute_quantize_quantize_both_sigmoid_squeeze_view
+  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view""",
+        )
+
+    def test_rowwise(self):
+        self.assertExpectedInline(
+            self.large("rowwise"),
+            """\
+1976.4 MB by 37 kernels
+ 113.3 MB  triton_row_cast_columns_kernel
+ 186.7 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
+ 109.1 MB  triton_add_amax_mul_permute_quantize_reciprocal_scale_sigmoid_slice_squeeze_view
+  58.8 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean_view
+ 100.7 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_scale_squeeze_view
+  50.4 MB  triton_row_cast_columns_kernel
+  50.3 MB  triton_add_view
+  51.5 MB  triton_add_amax_amax_both_convert_element_type_erf_exp_mul_quantize_rowwise_reciprocal_scale_squeeze_sub_sum_view
+ 163.6 MB  triton_concat_quantize
+  50.4 MB  triton_add_convert_element_type_mul_quantize_squeeze_sub
+ 136.4 MB  triton_computed_amaxes_kernel
+ 235.0 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_squeeze_view
+  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  51.1 MB  triton_amax_convert_element_type_mul_permute_sigmoid_squeeze_sub_sum_view
+  50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
+  67.1 MB  triton_amax_mul_permute_quantize_quantize_both_scale_sigmoid_squeeze_view
+ 138.0 MB  triton_add_amax_cat_convert_element_type_mul_neg_permute_quantize_both_reciprocal_scale_slice_sum_view
+  77.6 MB  triton_amax_quantize_both_scale
+  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view""",
+        )
+
+    @pytest.mark.long
+    def test_rowwise_with_gw_hp(self):
+        self.assertExpectedInline(
+            self.large("rowwise_with_gw_hp"),
+            """\
+1825.5 MB by 30 kernels
+ 205.8 MB  triton_add_amax_concat_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean
+ 186.7 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
+ 125.8 MB  triton_add_amax_mul_permute_quantize_reciprocal_scale_sigmoid_slice_squeeze_view
+  75.6 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean_view
+ 167.8 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_scale_squeeze_view
+  50.3 MB  triton_add_view
+ 163.6 MB  triton_concat_quantize
+ 234.9 MB  triton_add_amax_convert_element_type_erf_exp_mul_quantize_reciprocal_scale_squeeze_view
+  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
+  50.7 MB  triton_amax_convert_element_type_mul_permute_reciprocal_scale_sigmoid_sub_sum_view
+ 203.4 MB  triton_materialize_quantize
+  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  67.6 MB  triton_add_convert_element_type_erf_exp_mul_sum_view""",
         )
 
 

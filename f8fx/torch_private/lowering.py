@@ -239,6 +239,13 @@ class Lowering:
 
         return x.get_device().type != "cpu" and V.graph.sizevars.statically_known_geq(x.get_size()[0], rows)
 
+    def is_row(self, x: Any, most: int = 1 << 14) -> bool:
+        """Whether a 2-D value is known to be one row of at most so many elements."""
+        from torch._inductor.virtualized import V
+
+        (rows, columns), sizes = x.get_size(), V.graph.sizevars
+        return sizes.statically_known_equals(rows, 1) and sizes.statically_known_leq(columns, most)
+
     def is_normalized(self, target: Any) -> bool:
         """Whether the node being lowered is a `target` of something pointwise over a tensor and one number a row."""
         from torch._inductor.virtualized import V

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from .versions import release
+
 #: A kernel over fewer elements costs its launch and little else; beside one over more, a launch costs nothing.
 _SMALL, _LARGE = 1 << 20, 51_200_000
 _LABELS, _TUNED = "f8fx_labels", "f8fx_tuned"
@@ -54,14 +56,15 @@ def _keep_labels_apart() -> None:
 
 
 def sums_both_ways(rows: int, columns: int) -> bool:
-    """Whether a kernel that reduces a tensor's rows takes the sums of its columns along.
+    """Whether a kernel that reduces a tensor's rows, and casts nothing, takes the sums of its columns along.
 
-    ``MixOrderReduction.can_fuse``, whose conditions on sizes are repeated here.
+    ``MixOrderReduction.can_fuse``, whose conditions on sizes are repeated here; torch 2.15 has dropped the first.
     """
     from torch._inductor import config
 
-    tall = rows >= max(2 * columns, 4096) and rows * columns >= 5 << 20 and columns <= 1 << 14
-    return tall and config.triton.mix_order_reduction
+    tall = rows >= 2 * columns or release() >= (2, 15)
+    fits = rows >= 4096 and rows * columns >= 5 << 20 and columns <= 1 << 14
+    return tall and fits and config.triton.mix_order_reduction
 
 
 def combine_by_kind(own_blocks: bool) -> None:
