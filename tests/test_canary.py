@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import f8fx
-from f8fx import canary, canary_cases, lowerings
+from f8fx import canary, canary_cases, lowerings, ops
 from f8fx.canary import FORMS, Verdict
-from f8fx.kernels import cast
+from f8fx.kernels import cast, computed_amaxes
 from tests.helpers import bf16, compiled, randn
 
 CPU = torch.device("cpu")
@@ -93,6 +93,24 @@ def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, checked, kind,
     assert len(verdict.failures) == len(broken) and "differs from its definition" in verdict.failures[0]
     assert patches == ({"triton.mix_order_reduction": False} if kind == "reduction" else {})
     assert canary.key([CPU]) == (("cpu", (kind, chosen)),)
+
+
+@pytest.mark.parametrize("op", [ops.quantize_rowwise, ops.amax_both], ids=str)
+def test_kernels_of_ours_that_are_wrong_are_replaced(op):
+    """Either of them; a CPU has neither, so the compiler stands in."""
+
+    def compile_fx(graph, inputs, **kwargs):
+        wrong = canary.form(CPU, "one read") == "fused" and graph.graph.find_nodes(
+            op="call_function", target=op
+        )
+        return lambda *args: [x.flip(0) if wrong else x for x in graph(*args)]
+
+    with pytest.warns(UserWarning, match="one read in its form 'composed'"):
+        verdict = canary.verdict_on(CPU, compile_fx)
+    assert verdict.changed == {"one read": "composed"}
+    (failure,) = verdict.failures
+    assert failure.startswith("one read in its form 'fused'") and "differs from its definition" in failure
+    assert canary.key([CPU]) == (("cpu", ("one read", "composed")),)
 
 
 def test_float32_is_checked_on_gpus_only(monkeypatch):
@@ -285,3 +303,22 @@ def test_definitions_are_called_out_of_the_code(monkeypatch):
 def test_rows_and_columns_are_reduced_in_one_kernel_unless_separate(monkeypatch):
     assert "RSPLIT" in generated("row amax and column sum").code
     assert "RSPLIT" not in generated("row amax and column sum", monkeypatch, reduction="separate").code
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("row cast and column amax", "row_cast_columns_kernel"),
+        ("amaxes of a computed tensor", computed_amaxes.NAME),
+    ],
+)
+def test_kernels_of_ours_are_launched_unless_composed(name, kernel, monkeypatch):
+    """In their place come kernels that Inductor generates, and no definitions; what a CPU runs is composed, too."""
+    ours = ("row_cast_columns_kernel", computed_amaxes.NAME)
+    fused = generated(name)
+    assert [f"triton_{kernel}" == k.name for k in fused.kernels].count(True) == 1
+    composed = generated(name, monkeypatch, **{"one read": "composed"})
+    assert composed.kernels and composed.triton == composed.kernels
+    assert not any(own in composed.code for own in ours)
+    called = [line for line in composed.code.splitlines() if not line.lstrip().startswith("#")]
+    assert not any("torch.ops.f8fx" in line for line in called)

@@ -16,6 +16,7 @@ def simple_fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard: bool = False,
+    hybrid: bool = False,
 ) -> nn.Module:
     """Shards every parameter and gathers it where it is read, as TorchTitan's SimpleFSDP does.
 
@@ -25,6 +26,7 @@ def simple_fsdp(
         dim: the sharded dimension.
         param_dtype, reduce_dtype: what parameters are gathered and gradients reduced in.
         reshard: gathers are redone in the backward, by checkpointing.
+        hybrid: copies along the first dimension of the mesh, shards along the others.
     """
     replicate = [Replicate()] * mesh.ndim
     average = [Partial("avg")] * mesh.ndim
@@ -51,6 +53,8 @@ def simple_fsdp(
         for name in names:
             data = module._parameters[name].data
             placements = [Shard(dim % data.dim())] * mesh.ndim
+            if hybrid:
+                placements[0] = Replicate()
             module._parameters[name] = nn.Parameter(distribute_tensor(data, mesh, placements))
         kind = type(module)
         module.__class__ = type(f"SimpleFSDP{kind.__name__}", (kind,), {n: gathered(n) for n in names})

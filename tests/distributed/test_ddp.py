@@ -10,7 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from f8fx import recording
 from tests.distributed.harness import run_checks
 from tests.distributed.models import assert_same, saved_bytes
+from tests.distributed.test_fsdp_policies import Amaxes
 from tests.helpers import Block, bf16, compiled, gradients, randn
+
+DEPTH, HIDDEN = 2, 640
 
 
 class Net(nn.Module):
@@ -20,7 +23,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.checkpointed = checkpointed
-        self.blocks = nn.ModuleList([Block(256, 384) for _ in range(3)])
+        self.blocks = nn.ModuleList([Block(256, HIDDEN) for _ in range(DEPTH)])
         self.to(bf16)
 
     def forward(self, x):
@@ -35,19 +38,46 @@ def parallel(checkpointed=False, **options):
     return model, compiled(model, fullgraph=False, **options)
 
 
-def gradients_of_the_plain_model_and_no_more_saved_than_in_bf16():
-    """The same data on all ranks: means are exact."""
-    x, grad = randn(16, 256), randn(16, 256, grad=False, seed=1)
-    model = Net()
-    want = gradients(model, compiled(model), x, grad)
-    model, call = parallel()
+#: Scales that a checkpointed block keeps: of two inputs and three weights, or of the rows of what its backward multiplies
+#: again, an input of 16 rows and two weights. And amaxes of a block in a step: of two inputs, as gate and up
+#: share theirs, three weights and three gradients, or of the rows and of the columns of each.
+SCALES, AMAXES = {"tensorwise": 2 + 3, "rowwise": 16 + 2 * HIDDEN}, {"tensorwise": 8, "rowwise": 16}
+
+
+def step(checkpointed, x, grad, **options):
+    """Gradients of the first step, bytes that the second one saves, amaxes that it takes; how many graphs convert."""
+    model, call = parallel(checkpointed, **options)
     with recording() as reports:
         found = gradients(model, call, x, grad)
-    assert len(reports) > 1 and sum(r.converted for r in reports) == 27
-    assert_same(want, {name.removeprefix("module."): value for name, value in found.items()})
-    saved = saved_bytes(call(x), model)
-    model, call = parallel(only_fqns=["none"])
-    assert 0 < saved <= saved_bytes(call(x), model)
+    with Amaxes() as amaxes:
+        y = call(x)
+        saved = saved_bytes(y, model)
+        y.backward(grad)
+    converted = [report.converted for report in reports if report.converted]
+    assert sum(converted) == (0 if "only_fqns" in options else 9 * DEPTH)
+    found = {name.removeprefix("module."): value for name, value in found.items()}
+    return found, saved, amaxes.count, len(converted)
+
+
+def gradients_of_the_plain_model_and_no_more_saved_than_in_bf16():
+    """With blocks that are checkpointed, too. The same data on all ranks: means are exact."""
+    x, grad = randn(16, 256), randn(16, 256, grad=False, seed=1)
+    bf16_saves = {
+        checkpointed: step(checkpointed, x, grad, only_fqns=["none"])[1] for checkpointed in (False, True)
+    }
+    assert 0 < bf16_saves[True] < bf16_saves[False]
+    for recipe in SCALES:
+        model = Net()
+        want = gradients(model, compiled(model, recipe=recipe), x, grad)
+        found, saved, amaxes, graphs = step(False, x, grad, recipe=recipe)
+        assert graphs > 1
+        assert_same(want, found, recipe)
+        assert 0 < saved <= bf16_saves[False], recipe
+        assert amaxes == DEPTH * AMAXES[recipe], (recipe, amaxes)
+        found, saved, amaxes, _ = step(True, x, grad, recipe=recipe)
+        assert_same(want, found, f"{recipe}, checkpointed")
+        assert saved == bf16_saves[True] + 4 * DEPTH * SCALES[recipe], (recipe, saved, bf16_saves)
+        assert amaxes == DEPTH * AMAXES[recipe], (recipe, amaxes)
 
 
 def weights_that_are_kept_have_the_same_gradients():
@@ -65,27 +95,11 @@ def weights_that_are_kept_have_the_same_gradients():
         assert torch.equal(call(x), output) and torch.equal(call(x), output)
 
 
-def checkpointed_blocks_save_what_they_save_in_bf16_and_scales():
-    x, grad = randn(16, 256), randn(16, 256, grad=False, seed=1)
-    model = Net()
-    want = gradients(model, compiled(model), x, grad)
-    model, call = parallel(checkpointed=True)
-    with recording() as reports:
-        found = gradients(model, call, x, grad)
-    assert sum(r.converted for r in reports) == 27
-    assert_same(want, {name.removeprefix("module."): value for name, value in found.items()})
-    saved = saved_bytes(call(x), model)
-    model, call = parallel(checkpointed=True, only_fqns=["none"])
-    scales = 3 * (2 + 3)  # of a block: two inputs and three weights, 4 bytes each
-    assert saved == saved_bytes(call(x), model) + 4 * scales
-
-
 def test_two_ranks():
     run_checks(
         2,
         [
             gradients_of_the_plain_model_and_no_more_saved_than_in_bf16,
             weights_that_are_kept_have_the_same_gradients,
-            checkpointed_blocks_save_what_they_save_in_bf16_and_scales,
         ],
     )

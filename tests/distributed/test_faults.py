@@ -28,8 +28,8 @@ from tests.processes import start
 
 WORLD, VICTIM = 3, 1
 STEPS, SAVED = 4, 2
-#: Of the process group when the fault happens, and what a busy machine may need to raise an error.
-TIMEOUT, SLACK = 4, 12
+#: In seconds, of the process group from before the fault.
+TIMEOUT = 4
 
 
 # -- training
@@ -144,20 +144,28 @@ def train_until(rank: int, fault: str, folder: str) -> None:
     _set_pg_timeout(timedelta(seconds=TIMEOUT), world_mesh().get_group())
 
     def fail() -> None:
-        Path(folder, "failed").write_text(str(time.monotonic()))
+        Path(folder, "failed").write_text(
+            str(time.monotonic())
+        )  # a clock that all processes of a machine share
         act()
 
     with Before(*collective, count, fail) if rank == VICTIM else contextlib.nullcontext():
         try:
             run.steps(SAVED)
         except Exception as error:
-            # a clock that all processes of a machine share
-            Path(folder, f"error{rank}").write_text(f"{time.monotonic()} {error}")
+            Path(folder, f"error{rank}").write_text(str(error))
             raise SystemExit(3) from None
 
 
 def run_into(fault: str, folder: Path) -> None:
-    """Every rank but the one that fails ends by itself, with an error, and soon."""
+    """Every rank but the one that fails ends by itself, with an error, and soon.
+
+    Where one has died, the others' connections are closed: they may not take as long as the timeout (measured: 0.2 s).
+    Where one stalls, they wait the timeout from when they come to the collective, and may take twice as long
+    (measured: 4.1 s). The difference is what a busy machine may need, which has not yet needed a second.
+    """
+    *_, act = FAULTS[fault]
+    allowed = TIMEOUT if act is die else 2 * TIMEOUT
     processes = start(WORLD, train_until, fault, str(folder))
     victim = processes[VICTIM]
     others = {rank: process for rank, process in enumerate(processes) if process is not victim}
@@ -172,11 +180,9 @@ def run_into(fault: str, folder: Path) -> None:
     assert victim.exitcode == -signal.SIGKILL
     assert {rank: process.exitcode for rank, process in others.items()} == dict.fromkeys(others, 3)
     failed = float((folder / "failed").read_text())
-    assert ended - failed < TIMEOUT + SLACK  # nothing waits for the dead at the exit either
+    assert ended - failed < allowed  # nothing waits for the dead at the exit either
     for rank in others:
-        moment, _, error = (folder / f"error{rank}").read_text().partition(" ")
-        # one that has lost its neighbour leaves at once; a third one then sees that
-        assert float(moment) - failed < TIMEOUT + SLACK, (rank, error)
+        error = (folder / f"error{rank}").read_text()
         if "stalled before FSDP2" in fault:
             assert "the all-reduce of the amaxes of 6 weights over ranks [0, 1, 2] failed" in error
 

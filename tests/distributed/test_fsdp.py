@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.distributed.harness import run_checks
 from tests.distributed.models import RECIPES, Setup, assert_same, batch, loss_of, train, whole, world_mesh
+from tests.distributed.sent import collectives
 from tests.helpers import sqnr
 
 OPTIMIZERS = {
@@ -23,10 +24,12 @@ def runs(setup: Setup, ranks: list[int]) -> dict[str, dict[str, Tensor]]:
     model = setup.build()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = {}
-    for rank in ranks:
-        for name, make in OPTIMIZERS.items():
-            model.load_state_dict(start)
-            found[f"{name}, data {rank}"] = train(model, optimizer=make(model.parameters()), rank=rank)
+    with collectives() as sent:
+        for rank in ranks:
+            for name, make in OPTIMIZERS.items():
+                model.load_state_dict(start)
+                found[f"{name}, data {rank}"] = train(model, optimizer=make(model.parameters()), rank=rank)
+    assert any(call.dtype == torch.uint8 for call in sent) == setup.float8
     return found
 
 
@@ -55,7 +58,9 @@ def other_data_on_every_rank(
         for name in optimizers:
             make, net = OPTIMIZERS[name], {"depth": 1}
             model = Setup(recipe, world_mesh(), float8=True, net=net).build()
-            sharded = train(model, steps, make(model.parameters()), rank=rank)
+            with collectives() as sent:
+                sharded = train(model, steps, make(model.parameters()), rank=rank)
+            assert any(call.dtype == torch.uint8 for call in sent)
             model = Setup(recipe, net=net).build()
             alone = microbatches(model, make(model.parameters()), rank, steps)
             assert_same(sharded, alone, f"{recipe}, {name}: FSDP2, one process in microbatches")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -226,18 +227,16 @@ def one_rank():
         )
 
 
-def empty():
-    """16 rows over seven ranks: 3 each, 1 for the sixth, none for the last."""
-    for recipe in ("tensorwise", "rowwise"):
-        net = {"hidden": 16, "depth": 1}
-        compare(
-            lambda float8, recipe=recipe, net=net: Setup(recipe, world_mesh(), float8, net=net).build(),
-            recipe,
-        )
-    sizes = [
-        p.to_local().numel() for p in Setup("tensorwise", world_mesh(), True, net=net).build().parameters()
-    ]
-    assert (0 in sizes) == (dist.get_rank() == 6)
+def empty(recipe: str):
+    """16 rows over five ranks: 4 each, none for the last; over seven: 3 each, 1 for the sixth, none for the last."""
+
+    def build(float8: bool) -> Net:
+        model = Setup(recipe, world_mesh(), float8, net={"hidden": 16, "depth": 1}).build()
+        sizes = [parameter.to_local().numel() for parameter in model.parameters()]
+        assert (0 in sizes) == (dist.get_rank() == dist.get_world_size() - 1), sizes
+        return model
+
+    compare(build, recipe)
 
 
 def other_data_on_four_ranks():
@@ -261,6 +260,10 @@ def test_one_rank():
     run_checks(1, [one_rank])
 
 
+def test_five_ranks():
+    run_checks(5, [partial(empty, "tensorwise")])
+
+
 @pytest.mark.long
 def test_seven_ranks():
-    run_checks(7, [empty])
+    run_checks(7, [partial(empty, recipe) for recipe in ("tensorwise", "rowwise")])

@@ -32,12 +32,14 @@ from tests.helpers import bf16
 
 
 def both(setup: Setup, run: Callable[[Net], dict[str, Any]]) -> None:
-    """The same with high-precision and with float8 gathers."""
+    """The same with high-precision gathers, and with gathers that carry float8."""
     results = []
     for float8 in (False, True):
         made = copy.copy(setup)
         made.float8 = float8
-        results.append(run(made.build()))
+        with collectives() as sent:
+            results.append(run(made.build()))
+        assert any(call.dtype == torch.uint8 for call in sent) == float8, sent
     assert_same(*results, repr(setup))
 
 
@@ -227,13 +229,14 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def checkpointed(float8: bool, inside: bool | None, **options: Any) -> Net:
+def checkpointed(float8: bool, inside: bool | None, recipe: str = "tensorwise", **options: Any) -> Net:
     """The net with checkpointed blocks, inside the compiled graphs or around them, or (``None``) not."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = Net().to(bf16)
+    options["recipe"] = recipe
     if float8:
-        enable_float8_all_gather(model, filter_fqns=["head"])
+        enable_float8_all_gather(model, recipe, filter_fqns=["head"])
     for index, block in enumerate(model.blocks):
         wrapped = block if inside is None else Checkpointed(block)
         (wrapped if inside else block).compile(backend=f8fx.f8fx, options={**OPTIONS, **options})
@@ -268,25 +271,28 @@ class Amaxes(InGraph):
 def checkpointing_saves_what_bf16_saves():
     """No more bytes than bf16's graph, but for scales; amaxes are taken once.
 
-    Of each weight the inverse of its scale is kept: to the partitioner as dear as the scale, which it could have
-    for nothing. Of a block's two inputs of gemms, scale and inverse.
+    Of each weight the inverses of its scales are kept: to the partitioner as dear as the scales, which it could have
+    for nothing. Of a block's two inputs of gemms, scale and inverse. Rowwise scales are those of 96 and 64 rows and
+    columns of a weight, and of the 16 rows of an input.
     """
     saved, amaxes = {}, {}
     for inside in (True, None):
         model = checkpointed(False, inside, only_fqns=["none"])
         saved["bf16", inside] = saved_bytes(model(batch(0)), model)
-        model = checkpointed(True, inside)
-        y = model(batch(0))
-        saved["float8", inside] = saved_bytes(y, model)
-        loss_of(y).backward()
-        with Amaxes() as counted:
-            loss_of(model(batch(0))).backward()
-        amaxes[inside] = counted.count
+        for recipe in ("tensorwise", "rowwise"):
+            model = checkpointed(True, inside, recipe)
+            y = model(batch(0))
+            saved[recipe, inside] = saved_bytes(y, model)
+            loss_of(y).backward()
+            with Amaxes() as counted:
+                loss_of(model(batch(0))).backward()
+            amaxes[recipe, inside] = counted.count
     assert saved["bf16", True] < saved["bf16", None]
-    assert saved["float8", True] <= saved["bf16", True] + 4 * (6 + 2 * 2 * 2), saved
-    assert saved["float8", None] < saved["bf16", None], saved
-    # two inputs and three gradients a block: gate and up share theirs
-    assert amaxes == {None: 2 * 5, True: 2 * 5}, amaxes
+    for recipe, weight, row in (("tensorwise", 1, 1), ("rowwise", 96 + 64, 16)):
+        assert saved[recipe, True] <= saved["bf16", True] + 4 * 2 * (3 * weight + 2 * 2 * row), saved
+        assert saved[recipe, None] < saved["bf16", None], saved
+        # two inputs and three gradients a block, gate and up share theirs; rowwise by rows and by columns
+        assert amaxes[recipe, None] == amaxes[recipe, True] == 2 * 5 * (1 + (recipe == "rowwise")), amaxes
 
 
 def evaluated_in_inference_mode():

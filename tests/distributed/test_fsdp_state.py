@@ -51,28 +51,32 @@ def pickled(state: dict[str, Any]) -> bytes:
 
 def state_dict_is_plain():
     """Sharded and full, before and after training: types, and the bytes of the file, are those without float8."""
-    made = []
-    for float8 in (False, True):
-        model = Setup("tensorwise", world_mesh(), float8).build()
-        before = copy.copy(model.state_dict())
-        train(model, 2)
-        made.append((before, model.state_dict(), get_model_state_dict(model, options=FULL)))
-    for plain, float8 in zip(*made, strict=True):
-        assert list(plain) == list(float8)
-        for name, tensor in float8.items():
-            assert type(tensor) is type(plain[name]) and type(local(tensor)) is torch.Tensor, name
-            assert tensor.requires_grad == plain[name].requires_grad
-    # full: the bytes of the file; sharded: of the local tensors, since the file names process groups
-    plain, float8 = made
-    assert pickled(plain[2]) == pickled(float8[2])
-    for index in (0, 1):
-        a, b = ({name: local(t) for name, t in states[index].items()} for states in made)
-        assert pickled(a) == pickled(b)
+    for recipe in ("tensorwise", "rowwise"):
+        made = []
+        for float8 in (False, True):
+            model = Setup(recipe, world_mesh(), float8, net={"depth": 1}).build()
+            before = copy.copy(model.state_dict())
+            with collectives() as sent:
+                train(model, 2)
+            assert any(call.dtype == torch.uint8 for call in sent) == float8
+            made.append((before, model.state_dict(), get_model_state_dict(model, options=FULL)))
+        for plain, float8 in zip(*made, strict=True):
+            assert list(plain) == list(float8)
+            for name, tensor in float8.items():
+                assert type(tensor) is type(plain[name]) and type(local(tensor)) is torch.Tensor, name
+                assert tensor.requires_grad == plain[name].requires_grad
+        # full: the bytes of the file; sharded: of the local tensors, since the file names process groups
+        plain, float8 = made
+        assert pickled(plain[2]) == pickled(float8[2])
+        for index in (0, 1):
+            a, b = ({name: local(t) for name, t in states[index].items()} for states in made)
+            assert pickled(a) == pickled(b)
 
 
 def state_dict_before_sharding_is_plain():
-    made = [pickled(Setup("tensorwise", None, float8).build().state_dict()) for float8 in (False, True)]
-    assert made[0] == made[1] and b"f8fx" not in made[1]
+    for recipe in ("tensorwise", "rowwise"):
+        made = [pickled(Setup(recipe, None, float8).build().state_dict()) for float8 in (False, True)]
+        assert made[0] == made[1] and b"f8fx" not in made[1]
 
 
 def state_dict_shares_memory():

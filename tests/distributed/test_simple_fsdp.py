@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -32,6 +33,7 @@ class Net(nn.Module):
 
     Sizes of all shards are multiples of 64: optimizers round the tail of a vector differently from the rest
     (CPU kernels of torch), so with others a sharded weight is not updated to the bits of a whole one.
+    Rows of weights grow from the first to the last, so that scales of shards alone would be seen.
     """
 
     def __init__(self, dtype=bf16):
@@ -39,6 +41,9 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.block = Block(128, 192)
         self.head = nn.Linear(128, 51, bias=False)
+        with torch.no_grad():
+            for layer in (self.block.gate, self.block.up, self.block.down, self.head):
+                layer.weight.mul_(torch.linspace(0.25, 4, layer.out_features)[:, None])
         self.to(dtype)
 
     def forward(self, x):
@@ -49,9 +54,9 @@ def mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
-def sharded(placement=0, dtype=bf16, **kwargs):
+def sharded(placement=0, dtype=bf16, over=mesh, **kwargs):
     """The net, sharded; along the last dimension for ``placement=-1``, vectors always along their only one."""
-    return simple_fsdp(Net(dtype), mesh(), placement, **kwargs)
+    return simple_fsdp(Net(dtype), over(), placement, **kwargs)
 
 
 def full(tensor):
@@ -85,11 +90,23 @@ def assert_same(found, wanted):
         assert torch.equal(value, wanted[name]), name
 
 
-def compare(recipe):
+@contextmanager
+def moving(count=4):
+    """Of the one graph that is compiled inside, so many gathers carry float8: those of all four weights, if not said."""
+    with recording() as reports:
+        yield
+    (report,) = reports
+    assert sum(gather.moved for gather in report.gathers) == count, report.gathers
+
+
+def compare(recipe, **kwargs):
     """float8 gathers == bf16 gathers == one process, to the bit. The same data on all ranks: means are exact."""
     options = {"recipe": recipe, "optimizers": tuple(OPTIMIZERS)}
-    found = trained(sharded(), **options)
-    assert_same(found, trained(sharded(), wire="off", **options))
+    with moving():
+        found = trained(sharded(**kwargs), **options)
+    with moving(0):
+        wanted = trained(sharded(**kwargs), wire="off", **options)
+    assert_same(found, wanted)
     assert_same(found, trained(Net(), **options))
 
 
@@ -98,17 +115,18 @@ def check_tensorwise():
 
 
 def check_rowwise():
-    compare("rowwise")
+    """Gathers are redone in the backward: where a weight is gathered once, bf16 is what travels."""
+    compare("rowwise", reshard=True)
 
 
-def compare_gathers(steps=1, moved=None, **kwargs):
+def compare_gathers(steps=1, **kwargs):
     """float8 gathers == bf16 gathers, with other data on every rank."""
     options = {"seed": dist.get_rank(), "steps": steps, "recipe": kwargs.pop("recipe", "tensorwise")}
-    with recording() as reports:
+    with moving():
         found = trained(sharded(**kwargs), **options)
-    assert_same(found, trained(sharded(**kwargs), wire="off", **options))
-    (report,) = reports
-    assert sum(gather.moved for gather in report.gathers) == (4 if moved is None else moved), report.gathers
+    with moving(0):
+        wanted = trained(sharded(**kwargs), wire="off", **options)
+    assert_same(found, wanted)
 
 
 def check_other_data_on_every_rank():
@@ -146,8 +164,10 @@ def alone(recipe, optimizers, steps=5):
 
 def check_other_data_against_one_process():
     """The sum of two gradients is the same in either order."""
-    for recipe in ("tensorwise", "rowwise"):
-        found = trained(sharded(), seed=dist.get_rank(), recipe=recipe, optimizers=tuple(OPTIMIZERS))
+    for recipe, reshard in (("tensorwise", False), ("rowwise", True)):
+        options = {"seed": dist.get_rank(), "recipe": recipe, "optimizers": tuple(OPTIMIZERS)}
+        with moving():
+            found = trained(sharded(reshard=reshard), **options)
         assert_same(found, alone(recipe, tuple(OPTIMIZERS)))
 
 
@@ -241,9 +261,9 @@ def check_experts():
 
 
 def check_resharded_after_the_forward():
-    """Every gather is redone in the backward: rowwise gathers rows' copies, then columns'."""
+    """Every gather is redone in the backward: one copy twice, or rows' copies, then columns'."""
     compare_gathers(reshard=True)
-    compare_gathers(reshard=True, recipe="rowwise")
+    compare_gathers(reshard=True, recipe="rowwise_with_gw_hp")
 
 
 def check_bytes_sent():
@@ -296,7 +316,8 @@ def check_nan_and_inf_are_not_hidden():
                 weight = model.block.up._parameters["weight"].to_local()
                 if dist.get_rank() == 1:
                     weight[3, 5] = value
-            outputs.append(compiled(model, wire=wire)(randn(2, 16, 128)).detach())
+            with moving(4 if wire == "auto" else 0):
+                outputs.append(compiled(model, wire=wire)(randn(2, 16, 128)).detach())
         assert outputs[0].isnan().all()
         assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
 
@@ -306,7 +327,8 @@ def check_inference():
     x = randn(2, 16, 128, grad=False)
     with torch.no_grad():
         for recipe in ("tensorwise", "rowwise"):
-            found = compiled(model, recipe=recipe)(x)
+            with moving():
+                found = compiled(model, recipe=recipe)(x)
             assert torch.equal(found, compiled(model, recipe=recipe, wire="off")(x))
 
 
@@ -339,6 +361,38 @@ CHECKS = [value for name, value in dict(globals()).items() if name.startswith("c
 outcome = outcome_fixture(2, CHECKS)
 
 
+# -- four ranks
+
+
+def rows_over_four():
+    """The head's 51 rows are 13, 13, 13 and 12."""
+    compare_gathers(steps=2)
+
+
+def replicas():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def hybrid():
+    """Shards over one dimension of the mesh, copies over the other: gradients are averaged over both.
+
+    Amaxes are reduced over the two ranks that a weight is gathered over: the other two have a copy of it.
+    """
+    with recording() as reports:
+        compare_gathers(steps=2, over=replicas, hybrid=True)
+    (traffic,) = reports[0].traffic
+    assert len(traffic.ranks) == 2 and any("all_reduce" in send for send in traffic.sends), traffic
+
+
+FOUR = [rows_over_four, hybrid]
+outcome_of_four = outcome_fixture(4, FOUR)
+
+
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_two_ranks(outcome, check):
     assert check not in outcome, outcome[check]
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in FOUR])
+def test_four_ranks(outcome_of_four, check):
+    assert check not in outcome_of_four, outcome_of_four[check]

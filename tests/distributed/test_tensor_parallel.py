@@ -9,6 +9,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,9 +21,12 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
+import f8fx
 from f8fx import explain, recording
+from f8fx.fsdp import enable_float8_all_gather
 from tests.distributed.harness import outcome_fixture
-from tests.distributed.sent import InGraph
+from tests.distributed.models import OPTIONS
+from tests.distributed.sent import InGraph, collectives
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled, randn
 
@@ -41,10 +45,10 @@ class FeedForward(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, depth=2):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([FeedForward(), FeedForward()])
+        self.layers = nn.ModuleList([FeedForward() for _ in range(depth)])
         self.to(bf16)
 
     def forward(self, x):
@@ -136,6 +140,35 @@ def check_sequence_parallel():
     compare(lambda: parallel(Net(), tp_mesh()), moved=4)
 
 
+def check_one_long_sequence():
+    """Of sizes over 256 DTensor traces a slice that is all of its input; of one sequence it makes no copy before."""
+    outputs = []
+    for wire in ("uint8", "off"):
+        model, x = parallel(Net(depth=1), tp_mesh()), randn(1, 300, 64, seed=dist.get_rank())
+        with recording() as reports:
+            y = compiled(model, wire=wire)(x)
+            y.sum().backward()
+        assert [gather.moved for gather in reports[0].gathers] == [wire == "uint8"] * 2
+        outputs.append({"output": y.detach(), "input grad": x.grad})
+    assert_same(*outputs)
+
+
+def check_unequal_parts():
+    """Of a vocabulary that the ranks do not divide: both leave the layer, where one alone could convert its part."""
+    model = nn.ModuleDict({"norm": nn.RMSNorm(64), "head": nn.Linear(64, 97, bias=False)}).to(bf16)
+    plan = {
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1)),
+    }
+    parallelize_module(model, tp_mesh(), plan)
+    with recording() as reports:
+        call = compiled(lambda x: model["head"](model["norm"](x)), fullgraph=False, pad="never")
+        y = call(randn(2, 16, 64, seed=dist.get_rank()))
+        y.to_local().sum().backward() if isinstance(y, DTensor) else y.sum().backward()
+    assert y.shape[-1] in (48, 49, 97)
+    assert [report.reasons for report in reports] == [{"split unevenly by tensor parallelism": 3}]
+
+
 def prepared(residual):
     """A module whose input is gathered once, for all in it."""
     model = nn.Sequential(Gate(residual))
@@ -203,6 +236,14 @@ def check_bytes_sent():
             (name.split("_into")[0].split("_tensor")[0], str(dtype).split(".")[1]): size * _handed_in(name)
             for (name, dtype), size in sent_bytes.items()
         }
+
+
+def check_rowwise_under_checkpointing():
+    """In the backward an activation is gathered again, as two float8 copies: with scales of rows and of columns.
+
+    The gradient of the output is gathered once, and stays as it is.
+    """
+    compare(lambda: parallel(Checkpointed(depth=1), tp_mesh()), moved=1, recipe="rowwise")
 
 
 def check_bytes_sent_under_checkpointing():
@@ -346,7 +387,50 @@ def check_strided_shards():
         assert torch.equal(results[0]["output"], alone), (rows, over_tp, recipe)
 
 
+def check_sequence_parallel_over_four():
+    compare(lambda: parallel(Net(depth=1), tp_mesh()), moved=2)
+
+
+def fsdp2_and_sequence_parallel(float8):
+    """What steps give, and what is sent in the last one by FSDP2's hooks and in graphs."""
+    mesh = meshes()
+    model = parallel(Net(depth=1), mesh["tp"])
+    if float8:
+        enable_float8_all_gather(model)
+    torch._dynamo.reset()
+    (layer,) = model.layers
+    layer.compile(backend=f8fx.f8fx, options={**OPTIONS, "wire": "auto" if float8 else "off"})
+    for module in (layer, model):
+        fully_shard(module, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = {}
+    for index in range(3):
+        x = randn(2, 16, 64, seed=10 * dist.get_rank() + index)
+        with collectives() as sent, InGraph() as sent_in_graph:
+            y = model(x)
+            y.backward(randn(2, 16, 64, grad=False, seed=1000 + 10 * dist.get_rank() + index))
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {f"output {index}": y.detach(), f"input grad {index}": x.grad}
+    weights = [call.bytes for call in sent if call.dtype == torch.uint8]
+    return found | {n: local(p.detach()) for n, p in model.named_parameters()}, weights, sent_in_graph.bytes
+
+
+def check_fsdp2_weights_and_sequence_parallel_activations():
+    """Weights over one dimension by FSDP2's hooks, activations and gradients over the other in the graph, all in float8."""
+    wanted, none, before = fsdp2_and_sequence_parallel(False)
+    found, weights, after = fsdp2_and_sequence_parallel(True)
+    assert_same(found, wanted)
+    # for the forward and for the backward: a quarter of three weights, and half of the norm's in bf16
+    assert weights == 2 * [3 * 64 * 128 // 4 + 2 * 64 // 2] and not none
+    activations = after["all_gather_into_tensor", torch.uint8]
+    assert activations == before["all_gather_into_tensor", bf16] // 2 > 0
+    assert ("all_gather_into_tensor", bf16) not in after
+
+
 MESH_CHECKS = [
+    check_sequence_parallel_over_four,
+    check_fsdp2_weights_and_sequence_parallel_activations,
     check_strided_shards,
     check_weights_over_one_dimension_and_activations_over_the_other,
     check_weights_over_both_dimensions,

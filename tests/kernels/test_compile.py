@@ -3,6 +3,9 @@
 Registers and spills are those of the machine code (``cuobjdump --dump-resource-usage``), the width of memory
 accesses and the conversions are read in the PTX. Sizes are said to be multiples of 16, as Triton's launcher
 finds for itself when they are.
+
+``CASES``, the kernels as they are launched for bfloat16, are compiled for every target; tiles, warps and other types
+for sm_90, and for every target with ``--long``, which adds the tiles and rows of float16 and float32.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(launch.interpreted(), reason="Triton interprets in this process")
 
 TARGETS = (89, 90, 100, 120)
+#: Of what is compiled for Hopper alone unless ``--long`` is given.
+HOPPER_FIRST = [pytest.param(target, marks=[] if target == 90 else pytest.mark.long) for target in TARGETS]
 TRITON = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 E4M3 = torch.float8_e4m3fn
 
@@ -234,50 +239,72 @@ def test_no_spills(name, capability, tmp_path):
         assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
 
 
-@pytest.mark.parametrize("tile", cast_transpose.TILES, ids=str)
+@pytest.mark.parametrize("capability", HOPPER_FIRST)
 @pytest.mark.parametrize("dims", [(None, None), (1, 0)], ids=["tensorwise", "rowwise"])
-def test_all_tiles_on_hopper(tile, dims, tmp_path):
-    compiled = cast_transpose_case(tile, dim=dims[0], dim_t=dims[1]).compile(90)
+@pytest.mark.parametrize(
+    "high", [pytest.param(high, marks=[] if high == "bf16" else pytest.mark.long) for high in TRITON]
+)
+@pytest.mark.parametrize("tile", cast_transpose.TILES, ids=str)
+def test_all_tiles(tile, high, dims, capability, tmp_path):
+    compiled = cast_transpose_case(tile, high, dim=dims[0], dim_t=dims[1]).compile(capability)
     assert check_occupancy(compiled, tmp_path)["REG"] <= 128
     assert set(compiled.widths("st.global")) == {"st.global.v4.b32"}
     assert compiled.ptx["ld.global.v4.b32"]
 
 
+VARIANTS = {
+    "fp32": cast_transpose_case(cast_transpose.starting_tile(8192, 4096, 4, 132), "fp32"),
+    "e5m2": cast_transpose_case(STARTING, "fp16", torch.float8_e5m2),
+    "row-major": cast_transpose_case(STARTING, write_t=False),
+    "transposed": cast_transpose_case(STARTING, write=False),
+    "padded": cast_transpose_case(STARTING, padded=True),
+    "no clamp": cast_transpose_case(STARTING, clamp=False),
+    "fp32 rows": row_cast_case(16384, "fp32"),
+    "looped rows": row_cast_case(28672),
+    "short rows": row_cast_case(256, POWER_OF_2=True),
+    "rows, columns, fewer warps": row_cast_columns_case(4096, choice=1),
+    "long rows, columns, more warps": row_cast_columns_case(14336, choice=1),
+    "computed amaxes, more warps": replace(COMPUTED_AMAXES, warps=computed_amaxes.warps()[1]),
+}
+#: What is left of the sources, lengths of rows and warps, and the tile of small tensors.
+LONG_VARIANTS = {
+    f"{high} {name}": case
+    for high in TRITON
+    for name, case in {
+        "small": cast_transpose_case(cast_transpose.starting_tile(64, 64, 2, 132), high),
+        "column amax": replace(COLUMN_AMAX, pointers={**COLUMN_AMAX.pointers, "x": high}),
+        **{f"rows of {columns}": row_cast_case(columns, high) for columns in (256, 4096, 16384, 28672)},
+        **{
+            f"rows of {columns}, columns, {warps} warps": row_cast_columns_case(columns, high, choice)
+            for columns in (1024, 4096, row_cast_columns.LONGEST_ROW // TRITON[high].itemsize)
+            for choice, warps in enumerate(row_cast_columns.warps(columns))
+        },
+    }.items()
+}
+
+
+@pytest.mark.parametrize("capability", HOPPER_FIRST)
 @pytest.mark.parametrize(
     "case",
     [
-        cast_transpose_case(cast_transpose.starting_tile(8192, 4096, 4, 132), "fp32"),
-        cast_transpose_case(STARTING, "fp16", torch.float8_e5m2),
-        cast_transpose_case(STARTING, write_t=False),
-        cast_transpose_case(STARTING, write=False),
-        cast_transpose_case(STARTING, padded=True),
-        cast_transpose_case(STARTING, clamp=False),
-        row_cast_case(16384, "fp32"),
-        row_cast_case(28672),
-        row_cast_case(256, POWER_OF_2=True),
-        row_cast_columns_case(4096, choice=1),
-        row_cast_columns_case(14336, choice=1),
-    ],
-    ids=[
-        "fp32",
-        "e5m2",
-        "row-major",
-        "transposed",
-        "padded",
-        "no clamp",
-        "fp32 rows",
-        "looped rows",
-        "short rows",
-        "rows, columns, fewer warps",
-        "long rows, columns, more warps",
+        *(pytest.param(case, id=name) for name, case in VARIANTS.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG_VARIANTS.items()),
     ],
 )
-def test_variants_on_hopper(case, tmp_path):
-    compiled = case.compile(90)
+def test_variants(case, capability, tmp_path):
+    compiled = case.compile(capability)
     check_occupancy(compiled, tmp_path)
-    check_conversions(compiled, 90, "e5m2x2" if "fp8e5" in case.pointers.values() else "e4m3x2")
     assert compiled.ptx["ld.global.v4.b32"] or compiled.ptx["cp.async.cg.shared.global"]
-    assert compiled.ptx["st.global.v4.b32"]
+    if "out" in case.pointers:
+        check_conversions(compiled, capability, "e5m2x2" if "fp8e5" in case.pointers.values() else "e4m3x2")
+        assert compiled.ptx["st.global.v4.b32"]
+
+
+def test_spills_are_seen(tmp_path):
+    """Of 256 float32 elements a thread, which has 255 registers."""
+    compiled = cast_transpose_case(launch.Tile(64, 128, 1), "fp32").compile(90)
+    with pytest.raises(AssertionError, match="register spills"):
+        check_occupancy(compiled, tmp_path)
 
 
 def test_float32_scales_need_no_float64():
@@ -286,8 +313,10 @@ def test_float32_scales_need_no_float64():
     assert any(name.startswith("div.rn.f32") for name in compiled.ptx)
 
 
-def test_odd_sizes_take_narrow_accesses_and_no_spills(tmp_path):
+@pytest.mark.parametrize("capability", HOPPER_FIRST)
+def test_odd_sizes_take_narrow_accesses_and_no_spills(capability, tmp_path):
     """A row stride that is no multiple of 16 bytes cannot be read 16 bytes at a time."""
-    compiled = cast_transpose_case(STARTING, odd=("M", "N", "stride_m"), padded=True).compile(90)
+    case = cast_transpose_case(STARTING, odd=("M", "N", "stride_m"), padded=True)
+    compiled = case.compile(capability)
     check_occupancy(compiled, tmp_path)
     assert set(compiled.widths("st.global")) == {"st.global.v4.b32"}  # the padded copies

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.config
+from torch._guards import detect_fake_mode
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+import f8fx
 from f8fx.passes.fake import set_value
-from tests.helpers import bf16
+from tests.distributed.test_tensor_parallel import Net, parallel, tp_mesh
+from tests.helpers import bf16, joint_graphs, randn
 from tests.passes.test_collectives import c10d, four_ranks, gather, graph_of, passed, side_by_side  # noqa: F401
 
+SENT = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default)
 GATHER = torch.ops.symm_mem.fused_all_gather_scaled_matmul.default
 SCATTER = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter.default
 
@@ -118,3 +123,64 @@ def test_high_precision_gathers_are_not_matched():
 
 def test_bytes_on_the_wire_are_not_matched():
     assert gemm_results(column, (2, 16, 64), (96, 64), wire="uint8") == []
+
+
+# -- training graphs of `parallelize_module`
+
+
+def after_inductors_passes(half):
+    """What fused operators compute, the collectives that stay beside them, and how many matmuls do."""
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(half)
+    mode = detect_fake_mode([node.meta["val"] for node in half.graph.nodes if "val" in node.meta])
+    with V.set_fake_mode(mode), torch._inductor.config.patch(_micro_pipeline_tp=True):
+        post_grad_passes(half, is_inference=False)
+    nodes = half.graph.nodes
+    fused = [run_on_paper(node) for node in nodes if node.target in (GATHER, SCATTER)]
+    left = [(node.target, node.args[0].meta["val"].dtype) for node in nodes if node.target in SENT]
+    matmuls = [node for node in nodes if node.target is torch.ops.aten._scaled_mm.default]
+    return [(value.dtype, tuple(value.shape)) for value in fused], left, len(matmuls)
+
+
+def halves(recipe, rowwise_scales="torchao"):
+    """Of one layer, two columnwise matmuls and a rowwise one, with sequences of 4 * 16 tokens and batches of two."""
+    found = []
+    options = f8fx.Options.parse({"select": "all", "recipe": recipe, "rowwise_scales": rowwise_scales})
+    joint_graphs(
+        parallel(Net(depth=1), tp_mesh()),
+        randn(2, 16, 64),
+        transform=options.pipeline(debug=True),
+        on_partition=lambda *graphs: found.extend(map(after_inductors_passes, graphs)),
+    )
+    return found
+
+
+HIDDEN, OUTPUT = (bf16, (2, 64, 32)), (bf16, (2, 16, 64))  # of this rank; gradients have the same shapes
+
+
+def test_training_tensorwise_overlaps_every_gather_and_every_scatter():
+    """The gathered input is read by two matmuls, of which each has a gradient to scatter; the weights' are not sent."""
+    assert halves("tensorwise") == [
+        ([HIDDEN, OUTPUT], [], 0),
+        ([HIDDEN, OUTPUT, OUTPUT], [], 3),
+    ]
+
+
+def test_training_rowwise_overlaps_every_scatter():
+    """Gathers carry bf16, as forward and backward would need two copies."""
+    gather = (c10d.all_gather_into_tensor.default, bf16)
+    assert halves("rowwise", "in_gemm") == [
+        ([OUTPUT], [gather], 2),
+        ([OUTPUT, OUTPUT], [gather], 4),
+    ]
+
+
+def test_training_rowwise_with_torchaos_arithmetic_overlaps_no_scatter_of_a_gradient():
+    """There the scales are applied by a kernel of its own, to what the gemm gives: that is what is sent."""
+    gather, scatter = ((target, bf16) for target in SENT)
+    assert halves("rowwise", "torchao") == [
+        ([OUTPUT], [gather], 2),
+        ([], [gather, scatter, scatter], 6),
+    ]

@@ -995,6 +995,57 @@ def test_stays_when_float8_has_no_fewer_bytes():
     assert_stays(("would save no bytes", "8 as it is, 12 in float8"), f, (16, 4), (1, 4))
 
 
+def test_stays_where_gloo_was_asked_to_send_float8(monkeypatch):
+    monkeypatch.setattr("f8fx.passes.collectives.group_backend", lambda group, device: "gloo")
+
+    def f(x, w):
+        return x @ gather(w).t()
+
+    detail = 'wire="float8"; "auto" and "uint8" send it as bytes'
+    assert_stays(("gloo sends no float8", detail), f, (16, 64), (24, 64), wire="float8")
+    for wire in ("auto", "uint8"):
+        text, report = rewritten(f, (16, 64), (24, 64), wire=wire)
+        assert report.gathers[0].moved and "u8[96,64] = _c10d_functional.all_gather_into_tensor(" in text
+
+
+GATHERED_AGAIN = "gathered over another group more than once"
+
+
+def test_stays_when_its_amax_is_reduced_over_another_group_more_than_once():
+    """Once for each gather that follows; the copy before this one would have to have the scales of both."""
+    second = dist.new_group([0, 1, 2, 3]).group_name
+
+    @torch.inference_mode()  # views without detach
+    def f(x):
+        whole, copies = gather(x), []
+        for _ in range(2):
+            bits = ops.amax(whole).view(torch.int32)
+            amax = c10d.wait_tensor(c10d.all_reduce(bits, "max", second)).view(torch.float32)
+            scale = ops.scale(amax, dtype=torch.float8_e4m3fn)
+            copies.append(ops.quantize(whole, scale, dtype=torch.float8_e4m3fn))
+        return copies
+
+    assert_stays_by_hand((GATHERED_AGAIN, ""), f, (16, 64))
+
+
+def test_stays_when_two_gathers_read_what_it_gathered():
+    """They move, as they are two values to the pass: one of them of a view."""
+    first, second = (dist.new_group([0, 1, 2, 3]).group_name for _ in range(2))
+
+    def f(x, w):
+        rows = gather(w, first)
+        viewed = rows.view(-1).view(rows.shape)
+        return x @ gather(rows, second).t(), x.cos() @ gather(viewed, second).t()
+
+    text, report = rewritten(f, (16, 64), (8, 64))
+    found = [(g.moved, g.reason) for g in report.gathers]
+    assert found == [(False, GATHERED_AGAIN), (True, "moved"), (True, "moved")]
+    assert f"bf16[32,64] = _c10d_functional.all_gather_into_tensor(w_1, 4, {first})" in text
+    assert text.count(f"e4m3[128,64] = {'_c10d_functional.' + GATHER}") == 2
+    # over the other group: amaxes of the rows that are there
+    assert text.count("all_reduce(") == text.count(f", max, {second})") > 0
+
+
 def test_stays_when_what_is_gathered_is_no_float_or_float8_already():
     def f(x, dtype):
         return gather(x.to(dtype))
