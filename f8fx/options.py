@@ -58,7 +58,7 @@ class Options:
             ``"in_gemm"``, to the accumulator, or ``"torchao"``, by a kernel of its own to the rounded
             result, which is torchao's arithmetic to the bit. Default: what is faster on the device.
         save: ``"lean"`` lets the backward redo casts of what is saved anyway, so that no more bytes are
-            saved than in high precision; ``"fast"`` saves what the forward has cast of weights for
+            saved than in high precision, scales excepted; ``"fast"`` saves what the forward has cast of weights for
             the backward, where that moves fewer bytes.
         wire: dtype in which float8 tensors are gathered: ``"float8"`` (NCCL), ``"uint8"``, a view of them, for
             backends that reject float8 (gloo), ``"auto"``, by backend. ``"off"``: gathers stay in high precision.
