@@ -67,7 +67,7 @@ def test_a_cpu_has_no_streams():
 def test_scales_of_gathered_weights(fake):
     """FSDP2 casts what it sends on a stream of its own."""
     form = Format(torch.float8_e4m3fn, None, False)
-    reduced = Reduced(torch.empty(2, device="meta"), {("a", None): (0, 1), ("b", None): (1, 1)})
+    reduced = Reduced(torch.empty(2, device="meta"), {("a", None): (0, ()), ("b", None): (1, ())})
     fake.now = "copy-in"
     reduced.scales("a", form, bf16)
     fake.now = "main"
