@@ -42,4 +42,5 @@ def calls(block, layers, recipe):
 def test_four_times_the_blocks_are_four_times_the_calls(block, recipe):
     calls(block, 1, recipe)  # what is kept from call to call
     few, many = (calls(block, layers, recipe) for layers in LAYERS)
-    assert many < 1.05 * LAYERS[1] / LAYERS[0] * few
+    # 4.0 times on torch 2.13, 4.24 on 2.11; of a pass of quadratic time it would be up to 16
+    assert many < 1.1 * LAYERS[1] / LAYERS[0] * few
