@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from . import ahead, canary, executor, halves, inference_inputs, lowerings, weight_inputs
-from .agreement import confirm, confirm_plain
+from .agreement import confirm, confirm_options, confirm_plain
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options, as_passes
 from .partition import Partitioner
@@ -168,6 +168,7 @@ def compile_graph(
         config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
     compile_fx = partial(compile_fx, **arguments)
     graph_pass = _graph_pass(gm, example_inputs, options, config)
+    confirm_options(example_inputs, options)
     weights = halves.positions(example_inputs)
     own_split = _partitions(options, config) and not _copies_inputs(config)
     reads = ANYTHING if weights and not own_split else NOTHING

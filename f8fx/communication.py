@@ -4,8 +4,9 @@ The model is sharded as :mod:`f8fx.fsdp` documents it. Its blocks (the elements 
 ``ModuleDict``) are wrapped one by one, the rest by the root:
 
 * every block gathers its parameters in the forward and again in the backward (``reshard_after_forward=True``); the
-  root gathers once, since FSDP2 keeps what the root has gathered. A model without such a list is taken for one block
-  of a larger model, as ``f8fx explain f8fx.demo.examples:llama3_8b`` means it;
+  root gathers once, since FSDP2 keeps what the root has gathered. Blocks before the first trained parameter have no
+  backward (the last of them is gathered all the same: FSDP2 gathers ahead). A model without such a list is taken for one
+  block of a larger model, as ``f8fx explain f8fx.demo.examples:llama3_8b`` means it;
 * every block, and the root, reduce-scatters its gradients once, in high precision, and with replicas (HSDP) all-reduces
   its shard of them;
 * with float8 gathers, one all-reduce takes the amaxes of all weights when the forward begins.

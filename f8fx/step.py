@@ -44,13 +44,13 @@ class Sharded:
 
     Attributes:
         units: fqn of a wrapped module, "" for the root -> its parameters.
-        root_resharded: the root is gathered again in the backward: it is a block of a larger model.
+        gathered_again: those of them that are gathered again in the backward.
         gathers: each 2-D parameter, and those of experts, and whether it is gathered in float8.
     """
 
     world: World
     units: Mapping[str, Sequence[_Parameter]]
-    root_resharded: bool
+    gathered_again: frozenset[str]
     gathers: tuple[GatherDecision, ...]
 
     @staticmethod
@@ -96,7 +96,7 @@ class Sharded:
                     )
                 )
         gathers = tuple(verdict.decision for verdict in verdicts)
-        return Sharded(world, units, not blocks, gathers)
+        return Sharded(world, units, _gathered_again(model, blocks), gathers)
 
     def calls(self, float8: bool, training: bool = True, copies: Wanted = "auto") -> list[Call]:
         """The collectives of one step, not the first; see :mod:`f8fx.fsdp.copies`."""
@@ -110,7 +110,7 @@ class Sharded:
         for unit, params in self.units.items():
             if not params:
                 continue
-            again = bool(unit) or self.root_resharded
+            again = unit in self.gathered_again
             for backward in (False, True)[: 1 + (training and again)]:
                 content = int(backward) if copies == "auto" and again and training else None
                 sizes = _summed(self._gathered(p, content if float8 else None, float8) for p in params)
@@ -154,6 +154,24 @@ def _blocks(model: nn.Module) -> list[str]:
 
     visit(model, "")
     return found
+
+
+def _gathered_again(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
+    """The modules, of those that FSDP2 wraps, that are gathered in the backward.
+
+    Gradients flow back to the first parameter that is trained, in the order in which modules define them. The backward
+    of its block gathers the block before in advance, though that has none.
+    """
+    if not blocks:
+        return frozenset(("",))  # it is a block of a larger model
+    behind = -1  # the last block that came by
+    for name, param in model.named_parameters():
+        own = next((index for index, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
+        behind = behind if own is None else own
+        if param.requires_grad:
+            first = behind + 1 if own is None else own
+            return frozenset(blocks[max(first - 1, 0) :])
+    return frozenset()
 
 
 def _local_shape(param: nn.Parameter, tp: int) -> tuple[int, ...]:

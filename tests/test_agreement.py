@@ -11,8 +11,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from f8fx import agreement
-from f8fx.agreement import RankDisagreement, confirm
+from f8fx import ledger
+from f8fx.agreement import Peers, confirm
+from f8fx.ledger import RankDisagreement
 from f8fx.report import Traffic
 
 BEFORE = ("all_gather_into_tensor bf16[96,64]",)
@@ -32,16 +33,16 @@ def ranks(store, monkeypatch):
     """Confirms what each rank sends, in a thread of its own; what each returned, or raised."""
     pool = ThreadPoolExecutor(3)
     current = threading.local()
-    monkeypatch.setattr(agreement, "process_store", lambda: (store, current.rank))
-    monkeypatch.setattr(agreement, "group_timeout", lambda group: current.timeout)
-    monkeypatch.setattr(agreement, "ALONE", timedelta(seconds=0.5))
+    monkeypatch.setattr(ledger, "process_store", lambda: (store, current.rank))
+    monkeypatch.setattr(ledger, "group_timeout", lambda group: current.timeout)
+    monkeypatch.setattr(ledger, "ALONE", timedelta(seconds=0.5))
 
     def run(*calls):
         def one(rank, call):
             current.rank, current.timeout = rank, call.timeout
             time.sleep(call.after)
             try:
-                return confirm(call.traffic)
+                return call()
             except RankDisagreement as error:
                 return error
 
@@ -57,6 +58,9 @@ class Sending:
     traffic: list[Traffic]
     timeout: timedelta
     after: float
+
+    def __call__(self):
+        confirm(self.traffic)
 
 
 def sending(*sends, before=BEFORE, timeout=SHORT, of=(0, 1, 2), after=0.0):
@@ -106,7 +110,7 @@ def test_who_decides_anew_finds_out_that_the_others_have_gone_on(ranks):
 
 
 def test_a_rank_that_compiles_again_alone_goes_on_at_once(ranks, monkeypatch):
-    monkeypatch.setattr(agreement, "ALONE", LONG)
+    monkeypatch.setattr(ledger, "ALONE", LONG)
     assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
     start = time.monotonic()
     assert ranks(sending(*MOVED, timeout=LONG)) == [None]
@@ -148,3 +152,60 @@ def test_groups_do_not_wait_for_each_other(ranks):
     pair = sending(*MOVED, timeout=LONG, of=(0, 1))
     assert ranks(pair, pair) == [None] * 2
     assert ranks(None, None, sending(*BEFORE, of=(2,))) == [None]
+
+
+@dataclass
+class Compiling:
+    """Options that a rank compiles the blocks of an FSDP2 model with."""
+
+    peers: Peers
+    options: tuple[str, ...]
+    timeout: timedelta = SHORT
+    after: float = 0.0
+
+    def __call__(self):
+        self.peers.confirm(self.options)
+
+
+def one_model():
+    """As three ranks, and the ranks of another group, know it."""
+    return [Peers((0, 1, 2), ("blocks.0.up.weight (96, 64)",)) for _ in range(3)]
+
+
+def test_ranks_that_compile_a_model_alike_are_compared_once(ranks, monkeypatch):
+    peers = one_model()
+    assert ranks(*[Compiling(p, ("recipe=rowwise",), LONG) for p in peers]) == [None] * 3
+    # a graph that one rank alone compiles later does not even look at what the others do
+    monkeypatch.setattr(ledger, "process_store", None)
+    assert ranks(Compiling(peers[0], ("recipe=rowwise",))) == [None]
+
+
+def test_ranks_that_compile_a_model_with_different_options(ranks):
+    options = [("recipe=rowwise", f"filter_fqns={names}") for names in ("()", "()", "('up',)")]
+    start = time.monotonic()
+    minutes = timedelta(minutes=5)
+    found = ranks(*[Compiling(p, o, minutes) for p, o in zip(one_model(), options, strict=True)])
+    assert [type(error) for error in found] == [RankDisagreement] * 3
+    assert time.monotonic() - start < 20
+    assert "different options: 'filter_fqns=()' on rank 0 and \"filter_fqns=('up',)\" on rank 2" in str(
+        found[0]
+    )
+
+
+def test_a_rank_that_compiles_a_model_anew_alone(ranks):
+    peers = one_model()
+    assert ranks(*[Compiling(p, ("recipe=rowwise",), LONG) for p in peers]) == [None] * 3
+    (error,) = ranks(Compiling(peers[0], ("recipe=tensorwise",), timedelta(seconds=2)))
+    assert "rank 1, 2 did not within 1 s: 'recipe=tensorwise' on rank 0 and 'recipe=rowwise'" in str(error)
+
+
+def test_a_rank_that_does_not_compile_the_model(ranks):
+    found = ranks(*[Compiling(p, ("recipe=rowwise",)) for p in one_model()[:2]])
+    for error in found:
+        assert "rank 2 compiled no part of it" in str(error)
+
+
+def test_a_model_of_one_rank_is_compared_with_nobody(ranks, monkeypatch):
+    monkeypatch.setattr(ledger, "process_store", None)
+    for alone in ((), (0,)):
+        assert ranks(Compiling(Peers(alone, ("weight (96, 64)",)), ("recipe=rowwise",))) == [None]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from f8fx.agreement import Peers
 from f8fx.report import log
 from f8fx.torch_private import (
     backward_was_interrupted,
@@ -64,6 +65,7 @@ class Copies:
         count: one for recipes whose halves read the same copy, else two: the forward's, the backward's.
         wanted: ``"auto"``, or ``"both"``: all of them, always.
         model: below which FSDP2 holds the weight.
+        peers: the ranks that compile what reads it.
         present: what the last gather brought.
         read_early: the backward reads the forward's copy.
         read_late: the forward reads the backward's.
@@ -75,6 +77,7 @@ class Copies:
     count: int
     wanted: Wanted
     model: nn.Module
+    peers: Peers
     present: tuple[int, ...] = (_FORWARD, _BACKWARD)
     read_early: bool = False
     read_late: bool = False

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from f8fx.agreement import Peers
 from f8fx.options import Options
 from f8fx.recipe import Recipe
 from f8fx.report import log
-from f8fx.torch_private import local_tensor, pre_hooks, storage_key
+from f8fx.torch_private import group_ranks, local_tensor, pre_hooks, storage_key
 
 from .copies import Copies, Wanted
 from .formats import Format
@@ -73,7 +74,8 @@ def enable_float8_all_gather(
 
     Raises:
         ValueError: for an unknown recipe or option, and for a model this was called on before.
-        RuntimeError: on every rank, if ranks decide differently.
+        RuntimeError: on every rank, if ranks decide differently; also later, when they compile the model with
+            different options.
     """
     options = Options.parse(
         {"recipe": recipe, "filter_fqns": filter_fqns, "only_fqns": only_fqns, "experts": experts}
@@ -89,8 +91,9 @@ def enable_float8_all_gather(
     decisions = [verdict.decision for verdict in judged]
     found = [(verdict.candidate, verdict.formats) for verdict in judged if verdict.formats]
     _agree(decisions, (options.recipe, wire, scales, copies), mesh)
+    peers = _peers([candidate for candidate, _ in found], mesh)
     for candidate, formats in found:
-        manager.weights.append(_convert(candidate, formats, wire, copies, manager))
+        manager.weights.append(_convert(candidate, formats, wire, copies, manager, peers))
     begin = BeginForward(manager)
     begin.key = model.register_forward_pre_hook(begin, prepend=True).id
     model.register_forward_hook(EndForward(manager), always_call=True)
@@ -130,7 +133,12 @@ def precompute_scales(model: nn.Module) -> None:
 
 
 def _convert(
-    candidate: Candidate, formats: tuple[Format, ...], wire: str, wanted: Wanted, manager: Scales
+    candidate: Candidate,
+    formats: tuple[Format, ...],
+    wire: str,
+    wanted: Wanted,
+    manager: Scales,
+    peers: Peers,
 ) -> WeightScales:
     param = candidate.param
     before: dict[str, Any] = {}
@@ -138,7 +146,7 @@ def _convert(
         names = param.device_mesh.mesh_dim_names or ()
         before = {n: p for n, p in zip(names, param.placements, strict=False) if not p.is_replicate()}
     owners = [(module, name) for _, module, name in candidate.owners]
-    copies = Copies(candidate.fqn, len(formats), wanted, manager.model)
+    copies = Copies(candidate.fqn, len(formats), wanted, manager.model, peers)
     weight = WeightScales(candidate.fqn, formats, wire, copies, candidate.shape, before, owners, manager)
     replacement = nn.Parameter(_wrapped(param.detach(), weight), requires_grad=param.requires_grad)
     replacement.__dict__.update(param.__dict__)
@@ -225,6 +233,17 @@ class _LoadWrapped:
 
 
 # -- ranks agree
+
+
+def _peers(weights: Iterable[Candidate], mesh: DeviceMesh | None) -> Peers:
+    """The ranks that are to compile the model with the same options."""
+    ranks, group = (), ""
+    if dist.is_available() and dist.is_initialized():
+        name = dist.group.WORLD.group_name if mesh is None else mesh.get_all_groups()[0].group_name  # type: ignore[union-attr]
+        if group_ranks(name):  # there are none where they are only on paper
+            group = name
+            ranks = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
+    return Peers(ranks, tuple(f"{weight.fqn} {weight.shape}" for weight in weights), group)
 
 
 def _agree(

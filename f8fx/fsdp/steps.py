@@ -29,6 +29,7 @@ def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         local_tensor(param) if isinstance(param, DTensor) else param
         for group in optimizer.param_groups
         for param in group["params"]
+        if param.requires_grad or param.grad is not None  # else no optimizer writes to it
     )
     for manager in {local.weight.manager for local in locals_ if isinstance(local, Float8Shard)}:
         manager.stepped()

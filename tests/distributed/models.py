@@ -24,12 +24,13 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 class Net(nn.Module):
-    """Blocks, and a head that is compiled with nothing and stays in high precision."""
+    """Blocks, of which the first may be frozen, and a head that is compiled with nothing and stays in high precision."""
 
-    def __init__(self, dim: int = DIM, hidden: int = HIDDEN, depth: int = 2) -> None:
+    def __init__(self, dim: int = DIM, hidden: int = HIDDEN, depth: int = 2, frozen: int = 0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(dim, hidden) for _ in range(depth)])
         self.head = nn.Linear(dim, 32, bias=False)
+        self.blocks[:frozen].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import f8fx
+from f8fx import recording
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
 from tests.distributed.harness import run_checks
 from tests.distributed.models import (
@@ -99,6 +100,33 @@ def smaller_groups_are_refused():
         assert "reshard_after_forward=True or False" in str(error)
     else:
         raise AssertionError("no error")
+
+
+def other_options_on_one_rank():
+    """It would train another model than the others; the collectives are the same."""
+    for rank_options in ({"filter_fqns": ["up"]}, {"recipe": "rowwise"}):
+        options = rank_options if dist.get_rank() else {}
+        model = Setup("tensorwise", world_mesh(), True, options=options).build()
+        try:
+            model(batch(0))
+        except Exception as error:
+            (name,) = rank_options
+            assert "with different options" in str(error) and name in str(error), error
+        else:
+            raise AssertionError("no error")
+
+
+def options_that_change():
+    """All ranks compile the model again with others; then one of them compiles a graph more."""
+    with recording() as reports:
+        for rows, dynamic in ((16, None), (32, None), (48, False)):
+            model = Setup("tensorwise", world_mesh(), True).build()
+            own = rows if dist.get_rank() else 16
+            for options in ({}, {"save": "fast"}):
+                for block in model.blocks:
+                    block.compile(backend=f8fx.f8fx, options={**OPTIONS, **options}, dynamic=dynamic)
+                loss_of(model(batch(0, rows=own))).backward()
+    assert all(report.converted for report in reports)
 
 
 def uneven():
@@ -253,7 +281,18 @@ def test_three_ranks():
 
 
 def test_two_ranks():
-    run_checks(2, [columns, offloaded, uneven_parts, replicated, inference_alone])
+    run_checks(
+        2,
+        [
+            other_options_on_one_rank,
+            options_that_change,
+            columns,
+            offloaded,
+            uneven_parts,
+            replicated,
+            inference_alone,
+        ],
+    )
 
 
 def test_one_rank():

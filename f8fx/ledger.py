@@ -1,0 +1,164 @@
+"""What ranks have decided, written where all of them can read it.
+
+Before something that ranks must decide alike is used, each rank writes its decision into the process group's store and
+reads what the others wrote about the *same matter*. A rank waits until all others have decided, too. What is known of
+earlier decisions makes the wait shorter:
+
+* if all ranks have decided as this one does, and never otherwise, there is nobody to wait for: who decides
+  otherwise decides anew and finds that out;
+* if all have decided as this one does, but also otherwise, it goes on after :data:`ALONE`: it decides alone, say because
+  only its batch has another size;
+* if the others have decided before, but never as this one does, and do not come within :data:`ANEW`, they will not: they
+  go on as decided before, and this rank alone would not. That is an error.
+
+Nothing here is a collective. A rank that never comes is an error after the process group's timeout, as it would be in a
+collective. A store read is a round trip to the rendezvous host; a decision needs one or two for each rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from .torch_private import group_timeout, process_store, process_store_read
+
+#: How long at most a rank waits for the others to decide; less if the process group's timeout is less.
+TIMEOUT = timedelta(minutes=10)
+#: How long for a decision that all of them have made before, among others.
+ALONE = timedelta(seconds=10)
+#: How long at most for a decision that is new, where the others have made another before. Ranks leave a collective
+#: together; what then separates them is the time to trace one graph, or to find it in a cache. At most half of the process
+#: group's timeout, so that the error is there before the others' collective fails.
+ANEW = timedelta(minutes=5)
+_POLL_SECONDS = (0.01, 1.0)
+
+
+class RankDisagreement(RuntimeError):
+    """Ranks of one process group decided differently; the message says which and what."""
+
+
+@dataclass(frozen=True)
+class Matter(ABC):
+    """Something that ranks must decide alike, and the words for when they do not.
+
+    Attributes:
+        ranks: those that must.
+        about: what it is known by on all of them.
+        decided: this rank's decision, in parts: messages name the first that differs.
+        group: the process group whose timeout is that of a wait; which other processes may not know it by.
+    """
+
+    ranks: tuple[int, ...]
+    about: tuple[str, ...]
+    decided: tuple[str, ...]
+    group: str = ""
+
+    @abstractmethod
+    def differs(self, index: int, what: str) -> str:
+        """Part ``index`` of what another rank decided is another: ``what`` is on which."""
+
+    @abstractmethod
+    def alone(self, rank: int, others: str, seconds: float, index: int, what: str) -> str:
+        """This rank has decided anew, and others, who stay with what they decided before, have not."""
+
+    @abstractmethod
+    def missing(self, rank: int, others: str, seconds: float) -> str:
+        """Others have not decided at all."""
+
+
+def agree(matter: Matter) -> None:
+    """Returns once all ranks have decided alike.
+
+    Raises:
+        RankDisagreement: if one decided differently, or not at all within the process group's timeout.
+    """
+    timeout = min(TIMEOUT, group_timeout(matter.group) or TIMEOUT)
+    found = process_store()
+    if found is None:
+        return
+    store, rank = found
+    ledger = _Ledger(store, f"f8fx/{_digest([matter.ranks, matter.about])}", rank)
+    history = ledger.decided([*{*matter.ranks, rank}])
+    before, mine = history.pop(rank), ledger.write(matter.decided)
+
+    def compare(published: dict[int, list[str]]) -> None:
+        for other, decisions in published.items():
+            theirs = decisions[len(before) :][:1]
+            if theirs and theirs != [mine]:
+                ledger.decide([*before, mine])  # the other one waits for it
+                raise RankDisagreement(
+                    matter.differs(
+                        *_first_difference(rank, matter.decided, other, ledger.read(other, theirs[0]))
+                    )
+                )
+
+    compare(history)
+    if all({*decisions} == {mine} for decisions in (before, *history.values())):
+        return
+    agreed = all(mine in decisions for decisions in (before, *history.values()))
+    anew = not agreed and all((before, *history.values()))
+    limit = min(ALONE, timeout) if agreed else min(ANEW, timeout / 2) if anew else timeout
+    ledger.decide([*before, mine])
+    waiting, start, pause = list(history), time.monotonic(), _POLL_SECONDS[0]
+    while True:
+        published = ledger.decided(waiting)
+        compare(published)
+        waiting = [other for other in waiting if len(published[other]) <= len(before)]
+        if not waiting:
+            return
+        waited = time.monotonic() - start
+        if waited >= limit.total_seconds():
+            break
+        time.sleep(min(pause, limit.total_seconds() - waited))
+        pause = min(2 * pause, _POLL_SECONDS[1])
+    ledger.decide(before)  # so that the next decision of all counts as one
+    if agreed:
+        return
+    others, seconds = ", ".join(map(str, waiting)), limit.total_seconds()
+    if not anew:
+        raise RankDisagreement(matter.missing(rank, others, seconds))
+    earlier = ledger.read(waiting[0], published[waiting[0]][-1])
+    difference = _first_difference(rank, matter.decided, waiting[0], earlier)
+    raise RankDisagreement(matter.alone(rank, others, seconds, *difference))
+
+
+@dataclass(frozen=True)
+class _Ledger:
+    """What each rank has decided in one matter, in order, by digest."""
+
+    store: Any
+    prefix: str
+    rank: int
+
+    def decided(self, ranks: Sequence[int]) -> dict[int, list[str]]:
+        texts = process_store_read(self.store, [f"{self.prefix}/{other}" for other in ranks])
+        return {other: text.split() for other, text in zip(ranks, texts, strict=True)}
+
+    def decide(self, decisions: Sequence[str]) -> None:
+        self.store.set(f"{self.prefix}/{self.rank}", " ".join(decisions))
+
+    def write(self, decided: Sequence[str]) -> str:
+        """A decision in full, before an entry points to it; its digest."""
+        digest = _digest(decided)
+        self.store.set(f"{self.prefix}/{self.rank}/{digest}", "\n".join(decided))
+        return digest
+
+    def read(self, other: int, digest: str) -> list[str]:
+        return process_store_read(self.store, [f"{self.prefix}/{other}/{digest}"])[0].split("\n")
+
+
+def _digest(parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _first_difference(rank: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> tuple[int, str]:
+    for index, (here, there) in enumerate(itertools.zip_longest(mine, theirs)):
+        if here != there:
+            return index, f"{here or 'none'!r} on rank {rank} and {there or 'none'!r} on rank {other}"
+    raise AssertionError("the decisions are the same")
