@@ -32,7 +32,7 @@ from .worth import Worth, cost_model
 
 
 class FilterError(ValueError):
-    """The user's ``filter_fn`` raised; the message says for which matmul."""
+    """The user's ``filter_fn`` raised, or gave no answer; the message says for which matmul."""
 
 
 FilterFn = Callable[[str, GemmInfo], bool]
@@ -265,11 +265,16 @@ def _is_float8(gemm: Gemm | Unmatched) -> bool:
 def _ask(filter_fn: FilterFn, gemm: Gemm) -> bool:
     info = _info(gemm)
     try:
-        return bool(filter_fn(gemm.fqn, info))
+        answer = filter_fn(gemm.fqn, info)
     except Exception as error:
         raise FilterError(
             f"filter_fn raised {type(error).__name__} for {gemm.fqn!r}, {info}: {error}"
         ) from error
+    if answer is None:
+        raise FilterError(
+            f"filter_fn returned None for {gemm.fqn!r}, {info}: it must return True (convert) or False"
+        )
+    return bool(answer)
 
 
 def _info(gemm: Gemm) -> GemmInfo:

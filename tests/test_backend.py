@@ -498,6 +498,12 @@ def test_a_filter_function_that_raises_is_the_users_error():
         compiled(Net(), strict=False, filter_fn=broken)(randn(16, 32))
 
 
+def test_a_filter_function_that_gives_no_answer_is_the_users_error_too():
+    """Say for want of a ``return``: taken for false, it would leave everything in high precision."""
+    with pytest.raises(Exception, match=r"filter_fn returned None for 'first'.*output"):
+        compiled(Net(), strict=False, filter_fn=lambda fqn, gemm: None)(randn(16, 32))
+
+
 def test_a_filter_function_that_raises_in_a_later_graph_does_too():
     """Where an earlier one, here the other branch, has been converted."""
     asked = []

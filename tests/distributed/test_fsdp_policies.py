@@ -30,6 +30,9 @@ from tests.distributed.models import (
 from tests.distributed.sent import InGraph, collectives
 from tests.helpers import bf16
 
+#: For what is about numbers alone.
+ONE_BLOCK = {"depth": 1}
+
 
 def both(setup: Setup, run: Callable[[Net], dict[str, Any]]) -> None:
     """The same with high-precision gathers, and with gathers that carry float8."""
@@ -53,7 +56,7 @@ def mixed_precision():
     """fp32 parameters that FSDP2 rounds to bf16: the rounded weight is what is quantized, as on one device."""
     policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
     for recipe in ("tensorwise", "rowwise"):
-        setup = Setup(recipe, world_mesh(), dtype=torch.float32, shard={"mp_policy": policy})
+        setup = Setup(recipe, world_mesh(), dtype=torch.float32, shard={"mp_policy": policy}, net=ONE_BLOCK)
         both(setup, lambda m: train(m, 2, rank=dist.get_rank()))
 
 
@@ -62,7 +65,7 @@ def autocast():
     for recipe in ("tensorwise", "rowwise"):
         results = []
         for mesh, float8 in ((None, False), (world_mesh(), False), (world_mesh(), True)):
-            model = Setup(recipe, mesh, float8, dtype=torch.float32).build()
+            model = Setup(recipe, mesh, float8, dtype=torch.float32, net=ONE_BLOCK).build()
             with torch.autocast("cpu", bf16):
                 results.append(train(model, 2, dtype=torch.float32))
         assert_same(results[0], results[1], recipe)
@@ -74,7 +77,7 @@ def half():
         # not Adam: its epsilon is zero in fp16
         return train(model, 2, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.float16)
 
-    both(Setup("tensorwise", world_mesh(), dtype=torch.float16), run)
+    both(Setup("tensorwise", world_mesh(), dtype=torch.float16, net=ONE_BLOCK), run)
 
 
 def accumulated(model: Net) -> dict[str, Any]:
@@ -300,7 +303,7 @@ def evaluated_in_inference_mode():
     for recipe in ("tensorwise", "rowwise"):
         results = []
         for float8 in (False, True):
-            model = Setup(recipe, world_mesh(), float8).build()
+            model = Setup(recipe, world_mesh(), float8, net=ONE_BLOCK).build()
             results.append({})
             for round_ in range(2):
                 results[-1] |= {f"{round_} {name}": value for name, value in train(model, 1).items()}
