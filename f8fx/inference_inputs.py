@@ -1,4 +1,4 @@
-"""Inputs of training graphs that were made under ``torch.inference_mode``: frozen weights that were loaded so.
+"""Inputs of training graphs that were made under ``torch.inference_mode``: weights that were loaded so, mostly frozen.
 
 Autograd refuses to save such tensors. A graph in bf16 has no need to where it computes with a rounding of them, as under
 autocast; in float8 the backward casts the weight itself once more, and so saves it.
@@ -28,13 +28,23 @@ def savable(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Call
     def run(*args: Any) -> Any:
         ordinary = list(args)
         for index in made_so:
-            ordinary[index] = _ordinary(args[index])
+            ordinary[index] = _Ordinary.apply(args[index])
         return compiled(*ordinary)
 
     return run
 
 
-def _ordinary(tensor: Tensor) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+class _Ordinary(torch.autograd.Function):
+    """The same numbers in the same memory; the gradient is that of the tensor made in inference mode."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return empty.set_(
+                tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

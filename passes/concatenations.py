@@ -114,7 +114,9 @@ def _is_column_sums(node: fx.Node, cat: fx.Node) -> bool:
     """Whether a reader sums a tensor over all dimensions but the last."""
     if node.target is not aten.sum.dim_IntList or node.kwargs:
         return False
-    source, dims = cast("tuple[fx.Node, list[int]]", node.args[:2])
+    source, dims = cast("tuple[fx.Node, list[int] | None]", node.args[:2])
+    if not dims:
+        return False  # over all of them
     shape, columns = shape_of(source), shape_of(cat)[-1]
     return is_same(shape[-1], columns) and {dim % len(shape) for dim in dims} == {*range(len(shape) - 1)}
 

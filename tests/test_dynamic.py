@@ -160,6 +160,22 @@ def test_frozen_weights_that_were_made_under_inference_mode():
         assert torch.equal(found, wanted)
 
 
+def test_trained_weights_that_were_made_under_inference_mode():
+    """They get the gradients that PyTorch's own compilers give them."""
+
+    def gradients(made_under_inference_mode, **options):
+        torch.manual_seed(0)
+        with torch.inference_mode(made_under_inference_mode):
+            first = linear(32, 64)
+        model = nn.Sequential(first, nn.Tanh(), linear(64, 32))
+        compiled(model, **options)(randn(16, 32, grad=False)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for options in ({}, {"only_fqns": ["none"]}):
+        for found, wanted in zip(gradients(True, **options), gradients(False, **options), strict=True):
+            assert wanted.abs().sum() > 0 and torch.equal(found, wanted)
+
+
 def test_double_compile():
     """Dynamo compiles through an already compiled module; the result is that of compiling once."""
     model = linear()

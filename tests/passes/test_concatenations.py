@@ -144,6 +144,15 @@ def stays(fn, *inputs, **options):
     return len(found) == 1 and " cat(" in found[0]
 
 
+@pytest.mark.parametrize("dim", [None, -1])
+def test_another_sum_needs_the_whole(dim):
+    def summed(x, w):
+        both = torch.cat([x.tanh(), x.sin()], -1)
+        return F.linear(both, w) + both.sum(dim=dim, keepdim=True)[:, :1]
+
+    assert stays(summed, randn(16, 64), randn(64, 128, seed=1))
+
+
 def biased(x, w, b):
     gate, up = F.linear(x, w, b).chunk(2, -1)
     return F.silu(gate) * up
