@@ -33,6 +33,7 @@ from .parallelized import dtensor_like
 from .partition import Partitioner
 from .parts import is_dtensor
 from .passes import Pipeline
+from .passes.decided import is_decided, mark_decided
 from .passes.parameters import KnownInputs, is_there
 from .report import GraphReport
 from .resumed import name_modules
@@ -288,7 +289,7 @@ class _Collector:
     def _infer(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         self.known.mark(graph.graph)
         rewritten = _copied(graph.graph)
-        report = self.pipeline(rewritten)
+        report = self._report(rewritten, graph)
         communicated = (communicated_bytes(graph.graph), communicated_bytes(rewritten))
         calls = (tuple(calls_of(g, backward=False)) for g in (graph.graph, rewritten))
         self.graphs.append(GraphTrace(report, 0, 0, *communicated, *calls))
@@ -297,7 +298,7 @@ class _Collector:
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         self.known.mark(joint.graph)
         rewritten = fx.GraphModule(joint, _copied(joint.graph))
-        report = self.pipeline(rewritten.graph)
+        report = self._report(rewritten.graph, joint)
         communicated = (communicated_bytes(joint.graph), communicated_bytes(rewritten.graph))
         outputs = kwargs["num_fwd_outputs"]
         halves = min_cut_partition(joint, inputs, **kwargs)
@@ -309,6 +310,16 @@ class _Collector:
         calls = ((*calls_of(f.graph, False), *calls_of(b.graph, True)) for f, b in (halves, float8))
         self.graphs.append(GraphTrace(report, high, low, *communicated, *calls))
         return halves
+
+    def _report(self, rewritten: fx.Graph, whole: fx.GraphModule) -> GraphReport:
+        """Rewrites the copy of a graph; what is decided in it and in the bodies of its higher-order operators."""
+        reports = [self.pipeline(rewritten)]
+        for body in whole.modules():
+            if isinstance(body, fx.GraphModule):
+                if body is not whole and not is_decided(body.graph):
+                    reports.append(self.pipeline(_copied(body.graph)))
+                mark_decided(body.graph)
+        return GraphReport.merged(reports)[0]
 
 
 def _keep(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

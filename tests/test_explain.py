@@ -17,7 +17,7 @@ import f8fx
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
 from f8fx.explain_show import grouped
 from f8fx.explanation import ExplainError, Explanation, Row
-from tests.helpers import bf16
+from tests.helpers import bf16, compiled
 
 
 class Mlp(nn.Module):
@@ -449,3 +449,40 @@ def test_nothing_to_explain():
     assert e.total == 0 and e.gemm_speedup == 1
     e.print(io.StringIO())
     assert "no matmuls" in e.to_html()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
+
+
+@torch.compiler.nested_compile_region
+def region(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x).sin()
+
+
+class Regions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = region(layer, x)
+        return x
+
+
+@pytest.mark.parametrize("make", [Branches, Regions])
+@pytest.mark.parametrize("training", [True, False])
+def test_bodies_of_higher_order_operators_are_counted_as_the_backend_counts_them(make, training: bool):
+    model, x = make().bfloat16(), torch.zeros(32, 64, dtype=torch.bfloat16)
+    with torch.set_grad_enabled(training):
+        with f8fx.recording() as reports:
+            compiled(model)(x)
+        e = f8fx.explain(model, x, select="all")
+    found = [(row.fqn, row.role, row.converted, row.reason) for row in e.rows]
+    assert found == [(d.fqn, d.role, d.converted, d.reason) for r in reports for d in r.decisions] and found
