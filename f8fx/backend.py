@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import ahead, canary, executor, halves, inference_inputs, lowerings, weight_inputs
-from .agreement import confirm, confirm_options, confirm_plain
+from . import ahead, canary, executor, halves, inference_inputs, lowerings, peers, weight_inputs
+from .agreement import confirm, confirm_plain
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options, as_passes
 from .partition import Partitioner
@@ -33,6 +33,7 @@ from .report import GraphReport, log, publish
 from .resumed import name_modules
 from .torch_private import (
     CustomGraphPass,
+    begins_anew,
     check_version,
     compile_fx_module,
     compiles_ahead_of_time,
@@ -168,7 +169,7 @@ def compile_graph(
         config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
     compile_fx = partial(compile_fx, **arguments)
     graph_pass = _graph_pass(gm, example_inputs, options, config)
-    confirm_options(example_inputs, options)
+    peers.compare(example_inputs, options)
     weights = halves.positions(example_inputs)
     own_split = _partitions(options, config) and not _copies_inputs(config)
     reads = ANYTHING if weights and not own_split else NOTHING
@@ -196,7 +197,8 @@ def compile_graph(
     except Exception as error:
         sends_float8 = any(g.moved for report in graph_pass.reports for g in report.gathers)
         # the other ranks go on: this one must not send something else
-        if options.strict or spare is None or sends_float8 or not _is_ours(error, graph_pass):
+        is_ours = not begins_anew(error) and _is_ours(error, graph_pass)
+        if options.strict or spare is None or sends_float8 or not is_ours:
             raise
         run = _runner(options, config, compile_fx)
         compiled = _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
@@ -229,7 +231,7 @@ def _run_with_weights(
     except FilterError:
         raise
     except Exception as error:
-        if options.strict or ReadsOther.within(error) is not None:
+        if options.strict or ReadsOther.within(error) is not None or begins_anew(error):
             raise
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         warnings.warn(f"f8fx: the weights of a graph are quantized in each call ({what})", stacklevel=2)

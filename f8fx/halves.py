@@ -35,6 +35,12 @@ def saying(compiled: Callable[..., Any], weights: Sequence[int], known: Reads) -
 
     def run(*args: Any) -> Any:
         watched = [local_part(args[index]).copies for index in weights]
+        if None in watched:
+            raise RuntimeError(
+                "f8fx.fsdp: a graph reads a weight through a tensor that another graph has returned (detached before a graph "
+                "break, say), and nothing tells which of its float8 copies is in memory. Read the parameter itself, or use "
+                'enable_float8_all_gather(..., copies="both")'
+            )
         for copies in watched:
             copies.said(known.early, known.late)
         outputs = compiled(*args)

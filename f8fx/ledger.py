@@ -5,7 +5,8 @@ reads what the others wrote about the *same matter*. A rank waits until all othe
 earlier decisions makes the wait shorter:
 
 * if all ranks have decided as this one does, and never otherwise, there is nobody to wait for: who decides
-  otherwise decides anew and finds that out;
+  otherwise decides anew and finds that out. Such repetitions are noted, since a rank may be behind others that have made
+  the same one and then decided otherwise: it does not wait either;
 * if all have decided as this one does, but also otherwise, it goes on after :data:`ALONE`: it decides alone, say because
   only its batch has another size;
 * if the others have decided before, but never as this one does, and do not come within :data:`ANEW`, they will not: they
@@ -21,8 +22,8 @@ import hashlib
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -86,12 +87,15 @@ def agree(matter: Matter) -> None:
     ledger = _Ledger(store, f"f8fx/{_digest([matter.ranks, matter.about])}", rank)
     history = ledger.decided([*{*matter.ranks, rank}])
     before, mine = history.pop(rank), ledger.write(matter.decided)
+    if _is_repetition(mine, before, history.values()):
+        ledger.decide(before.repeated(mine))
+        return
 
-    def compare(published: dict[int, list[str]]) -> None:
+    def compare(published: dict[int, _History]) -> None:
         for other, decisions in published.items():
-            theirs = decisions[len(before) :][:1]
-            if theirs and theirs != [mine]:
-                ledger.decide([*before, mine])  # the other one waits for it
+            theirs = decisions.agreed[len(before.agreed) :][:1]
+            if theirs and theirs != (mine,):
+                ledger.decide(before.then(mine))  # the other one waits for it
                 raise RankDisagreement(
                     matter.differs(
                         *_first_difference(rank, matter.decided, other, ledger.read(other, theirs[0]))
@@ -99,17 +103,16 @@ def agree(matter: Matter) -> None:
                 )
 
     compare(history)
-    if all({*decisions} == {mine} for decisions in (before, *history.values())):
-        return
-    agreed = all(mine in decisions for decisions in (before, *history.values()))
-    anew = not agreed and all((before, *history.values()))
+    everybody = [before, *history.values()]
+    agreed = all(mine in decisions.agreed for decisions in everybody)
+    anew = not agreed and all(decisions.agreed for decisions in everybody)
     limit = min(ALONE, timeout) if agreed else min(ANEW, timeout / 2) if anew else timeout
-    ledger.decide([*before, mine])
+    ledger.decide(before.then(mine))
     waiting, start, pause = list(history), time.monotonic(), _POLL_SECONDS[0]
     while True:
         published = ledger.decided(waiting)
         compare(published)
-        waiting = [other for other in waiting if len(published[other]) <= len(before)]
+        waiting = [other for other in waiting if len(published[other].agreed) <= len(before.agreed)]
         if not waiting:
             return
         waited = time.monotonic() - start
@@ -117,31 +120,69 @@ def agree(matter: Matter) -> None:
             break
         time.sleep(min(pause, limit.total_seconds() - waited))
         pause = min(2 * pause, _POLL_SECONDS[1])
-    ledger.decide(before)  # so that the next decision of all counts as one
+    # so that the next decision of all counts as one
+    ledger.decide(before.repeated(mine) if agreed else before)
     if agreed:
         return
     others, seconds = ", ".join(map(str, waiting)), limit.total_seconds()
     if not anew:
         raise RankDisagreement(matter.missing(rank, others, seconds))
-    earlier = ledger.read(waiting[0], published[waiting[0]][-1])
+    earlier = ledger.read(waiting[0], published[waiting[0]].agreed[-1])
     difference = _first_difference(rank, matter.decided, waiting[0], earlier)
     raise RankDisagreement(matter.alone(rank, others, seconds, *difference))
 
 
 @dataclass(frozen=True)
+class _History:
+    """What a rank has decided in one matter, in order, by digest.
+
+    Attributes:
+        agreed: with the others.
+        repetitions: of what all had agreed on, by itself.
+    """
+
+    agreed: tuple[str, ...] = ()
+    repetitions: tuple[str, ...] = ()
+
+    def times(self, digest: str) -> int:
+        return (self.agreed + self.repetitions).count(digest)
+
+    def then(self, digest: str) -> _History:
+        return replace(self, agreed=(*self.agreed, digest))
+
+    def repeated(self, digest: str) -> _History:
+        return replace(self, repetitions=(*self.repetitions, digest))
+
+
+def _is_repetition(mine: str, before: _History, others: Collection[_History]) -> bool:
+    """Whether all ranks have decided so, and those that then decided otherwise more often than this one."""
+    everybody = [before, *others]
+    if not all(mine in decisions.agreed for decisions in everybody):
+        return False
+    position = len(before.agreed)
+    ahead = [decisions for decisions in others if decisions.agreed[position:][:1] not in ((), (mine,))]
+    if ahead:
+        return all(decisions.times(mine) > before.times(mine) for decisions in ahead)
+    return all({*decisions.agreed} == {mine} for decisions in everybody)
+
+
+@dataclass(frozen=True)
 class _Ledger:
-    """What each rank has decided in one matter, in order, by digest."""
+    """The histories of ranks in the store, ``agreed|repetitions``."""
 
     store: Any
     prefix: str
     rank: int
 
-    def decided(self, ranks: Sequence[int]) -> dict[int, list[str]]:
+    def decided(self, ranks: Sequence[int]) -> dict[int, _History]:
         texts = process_store_read(self.store, [f"{self.prefix}/{other}" for other in ranks])
-        return {other: text.split() for other, text in zip(ranks, texts, strict=True)}
+        parts = [text.partition("|") for text in texts]
+        found = [_History(tuple(agreed.split()), tuple(again.split())) for agreed, _, again in parts]
+        return dict(zip(ranks, found, strict=True))
 
-    def decide(self, decisions: Sequence[str]) -> None:
-        self.store.set(f"{self.prefix}/{self.rank}", " ".join(decisions))
+    def decide(self, history: _History) -> None:
+        text = " ".join(history.agreed) + "|" + " ".join(history.repetitions)
+        self.store.set(f"{self.prefix}/{self.rank}", text)
 
     def write(self, decided: Sequence[str]) -> str:
         """A decision in full, before an entry points to it; its digest."""

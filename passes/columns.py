@@ -39,7 +39,8 @@ def column_sums(tensor: fx.Node) -> list[fx.Node]:
 def is_over_rows(node: fx.Node) -> bool:
     """Whether a sum is over all dimensions but the last."""
     rank = len(shape_of(cast("fx.Node", node.args[0])))
-    return {dim % rank for dim in cast("list[int]", node.args[1])} == {*range(rank - 1)}
+    dims = cast("list[int] | None", node.args[1]) or range(rank)  # over all of them
+    return {dim % rank for dim in dims} == {*range(rank - 1)}
 
 
 def inputs_of(source: fx.Node) -> set[Hashable] | None:

@@ -6,6 +6,8 @@ import copy
 import gc
 import json
 import logging
+import math
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -863,3 +865,15 @@ def test_two_threads_watch_a_parameter_once(monkeypatch):
 
     monkeypatch.setattr(weight_watch, "LOCK", Late())
     assert weight_watch.watch_of(weight) is first[1]
+
+
+def test_functions_that_dynamo_traces_once_more():
+    """A float that varies: AOTAutograd finds out, in the first of several traces, that Dynamo must specialize it."""
+    layer = nn.Linear(32, 32, dtype=bf16)
+    options = {"select": "all", "executor": "eager", "weights": "cached"}
+    call = torch.compile(lambda x, t: layer(x) * math.floor(t), backend="f8fx", options=options)
+    with torch.no_grad(), recording() as reports, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for t in (1.5, 2.1, 3.3):
+            call(randn(16, 32, grad=False), t)
+    assert [r.reused_weights for r in reports] == [1] * len(reports) and reports

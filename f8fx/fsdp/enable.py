@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from f8fx.agreement import Peers
 from f8fx.options import Options
+from f8fx.peers import Peers
 from f8fx.recipe import Recipe
 from f8fx.report import log
-from f8fx.torch_private import group_ranks, local_tensor, pre_hooks, storage_key
+from f8fx.torch_private import local_tensor, pre_hooks, storage_key
 
 from .copies import Copies, Wanted
 from .formats import Format
@@ -74,8 +74,7 @@ def enable_float8_all_gather(
 
     Raises:
         ValueError: for an unknown recipe or option, and for a model this was called on before.
-        RuntimeError: on every rank, if ranks decide differently; also later, when they compile the model with
-            different options.
+        RuntimeError: on every rank, if ranks decide differently.
     """
     options = Options.parse(
         {"recipe": recipe, "filter_fqns": filter_fqns, "only_fqns": only_fqns, "experts": experts}
@@ -237,13 +236,10 @@ class _LoadWrapped:
 
 def _peers(weights: Iterable[Candidate], mesh: DeviceMesh | None) -> Peers:
     """The ranks that are to compile the model with the same options."""
-    ranks, group = (), ""
-    if dist.is_available() and dist.is_initialized():
-        name = dist.group.WORLD.group_name if mesh is None else mesh.get_all_groups()[0].group_name  # type: ignore[union-attr]
-        if group_ranks(name):  # there are none where they are only on paper
-            group = name
-            ranks = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
-    return Peers(ranks, tuple(f"{weight.fqn} {weight.shape}" for weight in weights), group)
+    ranks: tuple[int, ...] = ()
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
+        ranks = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
+    return Peers(ranks, tuple(f"{weight.fqn} {weight.shape}" for weight in weights))
 
 
 def _agree(

@@ -76,14 +76,20 @@ def _format(spec: QuantSpec, dim: int, hardware: Hardware) -> Format:
 class Layout:
     """Where a shard lies in its weight; FSDP2 splits like ``torch.chunk``.
 
+    Args:
+        sharded: whether FSDP2 splits the weight at all, as far as is known.
+
     Attributes:
         is_whole: it is the weight: nothing is sent.
         padded_rows: the first size of what a rank sends.
     """
 
-    def __init__(self, shard: Tensor, outer_size: tuple[int, ...], mesh: DeviceMesh) -> None:
-        # a group of one, or the mesh of FSDP2's `replicate`, where every rank holds the whole weight
-        self.is_whole = tuple(shard.shape) == outer_size
+    def __init__(
+        self, shard: Tensor, outer_size: tuple[int, ...], mesh: DeviceMesh, sharded: bool = False
+    ) -> None:
+        # a group of one, or the mesh of FSDP2's `replicate`, where every rank holds the whole weight; of one row, though,
+        # one rank holds the whole and the others nothing
+        self.is_whole = tuple(shard.shape) == outer_size and (mesh.size() == 1 or not sharded)
         world, rank = (1, 0) if self.is_whole else (mesh.size(), mesh.get_local_rank())
         self.outer_size = outer_size
         split = (d for d in range(1, shard.dim()) if shard.shape[d] != outer_size[d])

@@ -34,7 +34,7 @@ not change between the two, and where they are seen to, that is an error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,16 +126,28 @@ class WeightScales:
         own = None if self.version is None else self.shard()
         return own is not None and self.version != self.version_now(own)
 
-    def shard_mesh(self) -> DeviceMesh | None:
-        """The mesh that FSDP2 shards over, where the placements tell; it is compared at the first gather."""
-        if self.mesh is not None or not isinstance(self._param, DTensor):
-            return self.mesh
-        mesh, names = self._param.device_mesh, self._param.device_mesh.mesh_dim_names
-        sharded = [
+    def _sharded_dims(self) -> list[int]:
+        """Of the parameter's mesh, those that FSDP2 shards over."""
+        if not isinstance(self._param, DTensor):
+            return []
+        names = self._param.device_mesh.mesh_dim_names
+        return [
             index
             for index, placement in enumerate(self._param.placements)
             if not placement.is_replicate() and (names is None or names[index] not in self.before)
         ]
+
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 splits the weight, as far as its placements tell."""
+        self.shard()
+        return bool(self._sharded_dims())
+
+    def shard_mesh(self) -> DeviceMesh | None:
+        """The mesh that FSDP2 shards over, where the placements tell; it is compared at the first gather."""
+        if self.mesh is not None or not isinstance(self._param, DTensor):
+            return self.mesh
+        mesh, sharded = self._param.device_mesh, self._sharded_dims()
+        names = mesh.mesh_dim_names
         if len(sharded) != 1 or (names is None and mesh.ndim > 1):
             return None
         return mesh if mesh.ndim == 1 else mesh[names[sharded[0]]]  # type: ignore[index]
@@ -160,7 +172,7 @@ class Scales:
         self.mode = mode
         self.weights: list[WeightScales] = []
         self.lost: set[WeightScales] = set()
-        self.depth = 0  # of forwards of the model that are running
+        self.running = False  # a forward of the model, as far as hooks tell: Ctrl-C ends one without its own
         self.fresh = False  # taken for gathers outside a forward that have not arrived yet
         self.outdated = (
             True  # an optimizer has stepped, or a state dict was loaded, since they were last taken
@@ -173,22 +185,22 @@ class Scales:
     def begin_forward(self) -> None:
         """The model's forward begins."""
         if not in_backward():
-            if self.depth == 0 and not capturing():  # the host waits for that
+            if not capturing():  # the host waits for that
                 settle(weight.copies for weight in self.weights)
             for weight in self.weights:
                 weight.copies.drop_backward_copy()
         self.fresh = False
         recomputed = in_backward() and all(weight.reduced for weight in self.weights)
-        if self.due() and not recomputed and self.depth == 0:
+        if self.due(self.weights) and not recomputed:
             self.refresh()
-        self.depth += 1
+        self.running = True
 
-    def due(self) -> bool:
-        """Whether amaxes are to be taken where that is possible."""
+    def due(self, weights: Iterable[WeightScales]) -> bool:
+        """Whether amaxes are to be taken where that is possible, as far as these weights tell."""
         if self.mode != "step":
             return self.mode == "forward"
         # captured into a CUDA graph, they are taken at every replay, when nobody looks at weights
-        return self.outdated or capturing() or any(weight.changed() for weight in self.weights)
+        return self.outdated or capturing() or any(weight.changed() for weight in weights)
 
     def loaded(self) -> None:
         """A state dict was loaded."""
@@ -197,11 +209,11 @@ class Scales:
     def stepped(self) -> None:
         """An optimizer that holds some of the weights begins or ends a step."""
         self.outdated = True
-        self.depth = 0  # no forward is running, though Ctrl-C may have ended one without its hooks
+        self.running = False
 
     def end_forward(self) -> None:
         """The model's forward has ended, also by an exception."""
-        self.depth = max(self.depth - 1, 0)
+        self.running = False
 
     def gathered(self) -> None:
         """A gather has arrived."""
@@ -214,10 +226,11 @@ class Scales:
             RuntimeError: if they are seen not to be: in a backward, if the weight was changed since the last forward;
                 in a forward, if it was changed since that began; with ``"manual"``, since they were last taken.
         """
-        if self.depth == 0 and not in_backward() and not self.fresh and self.due():
+        # of the others each is looked at when it is gathered itself
+        if not self.running and not in_backward() and not self.fresh and self.due([weight]):
             self.refresh()
             self.fresh = True
-        elif self.mode == "manual" or (self.mode == "step" and not in_backward()):
+        elif self.mode == "manual" or not in_backward():
             self._check(weight, shard)
         elif in_backward() and weight.version not in (None, weight.version_now(shard)):
             raise RuntimeError(
@@ -231,15 +244,15 @@ class Scales:
 
     def _check(self, weight: WeightScales, shard: Float8Shard) -> None:
         if weight.reduced is None:
-            if self.mode == "step":
+            if self.mode != "manual":
                 return  # its mesh was not known before this gather
             problem = "has no scale yet"
         elif weight.version != weight.version_now(shard):
             problem = "was changed since its scale was computed"
         else:
             return
-        if self.mode == "step":
-            remedy = "Change weights before a forward begins, or call"
+        if self.mode != "manual":
+            remedy = "Change weights before a forward begins (Ctrl-C in one does not end it), or call"
         else:
             remedy = 'With scales="manual", after every change of the weights, call'
         raise RuntimeError(
@@ -288,7 +301,7 @@ class Scales:
         for weight, shard, _ in jobs:
             # else FSDP2 moves a padded one at its first forward, which on this rank alone would be a change
             weight.copies.stays_in_memory(shard)
-            layout = Layout(shard.plain, weight.outer_size, mesh)
+            layout = Layout(shard.plain, weight.outer_size, mesh, weight.is_sharded())
             for dim in weight.dims:
                 amax = next(whole) if dim is None else cast.amax(shard.plain, dim)
                 parts.append(layout.spread(amax, dim))

@@ -192,7 +192,7 @@ class Float8Shard(torch.Tensor):
         weight = self.weight
         weight.copies.stays_in_memory(self)
         source = mp_policy.param_dtype or self.dtype
-        layout = Layout(self.plain, tuple(outer_size), mesh)
+        layout = Layout(self.plain, tuple(outer_size), mesh, weight.is_sharded())
         scales = weight.scales(self, mesh, source)
         x = self.plain.to(source)
         wire = _wire_dtype(weight.wire, mesh)

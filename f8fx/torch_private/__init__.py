@@ -47,6 +47,7 @@ from .distributed import (
     process_store_read,
 )
 from .dynamo import (
+    begins_anew,
     cause_of,
     copy_of_graph,
     forget_traced_regions,
@@ -136,6 +137,7 @@ __all__ = [
     "aot_backend",
     "as_strided_keeps_offsets",
     "backward_was_interrupted",
+    "begins_anew",
     "boxed",
     "busy_wait",
     "c10d",

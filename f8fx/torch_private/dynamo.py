@@ -60,6 +60,13 @@ def cause_of(error: BaseException) -> BaseException:
     return cause or error
 
 
+def begins_anew(error: BaseException) -> bool:
+    """Whether an exception is Dynamo's way to trace a function once more, and no failure (``RestartAnalysis``)."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
 def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a Dynamo graph with what AOTAutograd reads in one beside its nodes; modules and tensors are shared.
 

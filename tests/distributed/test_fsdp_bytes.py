@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
+from f8fx.fsdp.scales import WeightScales
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, batch, loss_of, train, whole, world_mesh
 from tests.distributed.sent import collectives
@@ -330,9 +331,9 @@ def steps_that_fail_and_steps_that_run_forwards():
     assert_same(*outputs)
 
 
-def interrupted_forwards():
-    """Ctrl-C ends a forward without its hooks; the next step and forward are as ever."""
-    model = Setup("tensorwise", world_mesh(), True).build()
+def interrupted(float8: bool, scales: str, evaluate: bool) -> dict[str, torch.Tensor]:
+    """Ctrl-C ends a forward without its hooks; then weights change, and there is a step, or an evaluation."""
+    model = Setup("tensorwise", world_mesh(), float8, enable={"scales": scales} if float8 else {}).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model(batch(0))).backward()
 
@@ -344,8 +345,35 @@ def interrupted_forwards():
         model(batch(1))
     except KeyboardInterrupt:
         handle.remove()
+    if evaluate:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4)
+            return {"evaluated": model(batch(1))}
     optimizer.step()
-    loss_of(model(batch(1))).backward()
+    y = model(batch(1))
+    loss_of(y).backward()
+    return {"y": y.detach(), **{name: whole(p.grad) for name, p in model.named_parameters()}}
+
+
+def interrupted_forwards():
+    """The next step and forward are as ever."""
+    for scales in ("step", "forward"):
+        for evaluate in (False, True):
+            found = [interrupted(float8, scales, evaluate) for float8 in (False, True)]
+            assert_same(*found, f"{scales}, {evaluate}")
+
+
+def gathers_outside_a_forward_look_at_their_own_weights():
+    """Each at its own: with many weights all at each gather would take longer than the forward."""
+    model = Setup("tensorwise", world_mesh(), True, net={"depth": 4}).build()
+    with torch.no_grad():
+        model(batch(0))
+        with mock.patch.object(WeightScales, "changed", autospec=True, return_value=False) as looked:
+            x = batch(0)
+            for block in model.blocks:
+                x = block(x)
+        assert looked.call_count == 3 * 4, looked.call_count
 
 
 def _raises(text, call):
@@ -412,6 +440,7 @@ def test_two_ranks():
             other_optimizers_are_no_matter,
             steps_that_fail_and_steps_that_run_forwards,
             interrupted_forwards,
+            gathers_outside_a_forward_look_at_their_own_weights,
             ranks_that_differ_all_raise,
             optimizers_and_copies_are_plain,
         ],

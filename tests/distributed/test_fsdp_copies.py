@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -391,6 +392,40 @@ def after_a_backward_that_failed() -> None:
         assert_same(*results)
 
 
+class Detached(nn.Module):
+    """Reads a weight of one graph in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight.detach()
+        y = self.layer(x)
+        torch._dynamo.graph_break()
+        return y + F.linear(x, weight)
+
+
+def weights_that_graphs_hand_on():
+    """Nobody knows of the second graph's tensor which gather it came from."""
+    results = []
+    for copies in (None, "both", "auto"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = nn.Sequential(Detached()).to(bf16)
+        if copies is not None:
+            enable_float8_all_gather(model, "rowwise", copies=copies)
+        model[0].compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": "rowwise"})
+        fully_shard(model[0], mesh=world_mesh())
+        fully_shard(model, mesh=world_mesh())
+        if copies == "auto":
+            with pytest.raises(RuntimeError, match='copies="both"'):
+                model(batch(0))
+        else:
+            results.append(train(model, 2))
+    assert_same(*results)
+
+
 def test_two_ranks():
     run_checks(
         2,
@@ -407,5 +442,6 @@ def test_two_ranks():
             ranks_that_read_different_weights,
             kept_after_the_backward,
             after_a_backward_that_failed,
+            weights_that_graphs_hand_on,
         ],
     )

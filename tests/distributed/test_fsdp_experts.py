@@ -163,7 +163,7 @@ def compare(case: dict[str, Any]) -> None:
 def of_expert_parallel_ranks() -> None:
     """Experts spread over ranks, and the shards of each rank's over others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
-    for case in ({}, {"turned": True}):
+    for case in ({}, {"turned": True}, {"experts": 2}):  # of one expert, which one rank of two holds
         _, wanted = steps(None, mesh=mesh, **case)
         _, found = steps("auto", mesh=mesh, **case)
         assert_same(wanted, found, str(case))
