@@ -27,7 +27,7 @@ can be used alone on any aten joint graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from torch import fx
 
 from f8fx.hardware import Hardware
 from f8fx.recipe import Recipe
-from f8fx.report import GraphReport
+from f8fx.report import Decision, GraphReport
 
 from . import halves
 from .amax_both import AmaxBoth
@@ -194,7 +194,7 @@ class Pipeline:
             run("amax_both", self.amax_both, graph)
         report.decisions = [decision(choice) for choice in choices]
         rounded = unfolded(graph)
-        report.warnings = [_read_rounded(rounded)] if rounded else []
+        report.warnings = [_read_rounded(rounded, report.decisions)] if rounded else []
         report.target = _target_name(self.select, found)
         return report
 
@@ -250,12 +250,16 @@ class Pipeline:
         return report
 
 
-def _read_rounded(names: list[str]) -> str:
+def _read_rounded(names: list[str], decisions: Sequence[Decision]) -> str:
+    where = "; ".join(sorted({name or "the model itself" for name in names}))
+    modules = {fqn for name in names for fqn in name.split(", ")}
+    left = sorted({d.reason for d in decisions if not d.converted and d.fqn in modules})
+    why = f", of whose matmuls some are left as they are: {', '.join(left)}" if left else ""
     return (
-        f"f8fx: {len(names)} of the tensors that were gathered in float8 are read in high precision (in "
-        f"{'; '.join(sorted({name or 'the model itself' for name in names}))}): what is read is their float8 "
-        "rounding. Give the backend and f8fx.fsdp.enable_float8_all_gather the same recipe and filters, and "
-        "leave weights that are read by anything but a matmul out of both"
+        f"f8fx: {len(names)} of the tensors that were gathered in float8 are read in high precision (in {where}{why}): "
+        "what is read is their float8 rounding. Give the backend and f8fx.fsdp.enable_float8_all_gather the same recipe "
+        "and filters, compute in bf16 or fp16 (MixedPrecisionPolicy, autocast), and leave weights that are read by "
+        "anything but a matmul out of both"
     )
 
 

@@ -173,6 +173,31 @@ class Float8Shard(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Float8Shard({self.plain!r})"
 
+    # -- what is no operator: the outside has no memory of its own
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As of any tensor; to set it replaces what is inside, too."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.plain = (value.plain if isinstance(value, Float8Shard) else value).detach()
+        self.changes[0] += 1
+
+    def numpy(self, **kwargs: Any) -> Any:
+        return self.plain.numpy(**kwargs)
+
+    def tolist(self) -> Any:
+        return self.plain.tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain.__array__(*args, **kwargs)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.plain.__dlpack__(**kwargs)
+
     # -- what FSDP2 calls
 
     def fsdp_pre_all_gather(

@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,6 +184,30 @@ def test_a_parameter_whose_outside_was_moved_alone():
     model.gate.weight.plain = model.gate.weight.plain.to("meta")
     with pytest.raises(RuntimeError, match="Move the model to its device"):
         model.gate.weight + 0
+
+
+def test_what_data_is_set_to_is_what_is_inside():
+    model = Block()
+    enable_float8_all_gather(model)
+    weight = model.gate.weight
+    for value in (torch.ones_like(weight.plain), weight.data * 2, weight.data.to(torch.float64)):
+        before = weight.version()
+        weight.data = value
+        assert weight.version() != before and weight.dtype == weight.plain.dtype == value.dtype
+        wanted = getattr(value, "plain", value)
+        assert torch.equal(weight.plain, wanted) and torch.equal(weight + 0, wanted)
+        assert torch.equal(model.state_dict()["gate.weight"], wanted)
+    assert model.half().gate.weight is weight and weight.plain.dtype == torch.float16
+    assert model.to("meta").gate.weight.plain.is_meta
+
+
+def test_a_parameter_is_read_as_any_other_is():
+    model = Block()
+    enable_float8_all_gather(model)
+    weight, plain = model.float().gate.weight.detach(), model.gate.weight.plain.detach()
+    assert weight.tolist() == plain.tolist()
+    for read in (lambda tensor: tensor.numpy(), np.asarray, torch.from_dlpack, np.from_dlpack):
+        assert np.array_equal(np.asarray(read(weight)), plain.numpy())
 
 
 def test_a_parameter_that_was_replaced_is_told_of_once(caplog):

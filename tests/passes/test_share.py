@@ -322,6 +322,15 @@ class TestReadInHighPrecision:
             assert warning.startswith(
                 "f8fx: 1 of the tensors that were gathered in float8 are read in high precision"
             )
+            assert ("are left as they are: filtered)" in warning) == ("only_fqns" in options)
+
+    def test_a_matmul_in_another_precision(self):
+        def f(x, data, scale):
+            return F.linear(x, ops.dequantize(data, scale, dtype=torch.float32))
+
+        args = randn(16, 32).float(), torch.zeros(48, 32, dtype=fp8), torch.ones(())
+        (warning,) = self.warnings_of(f, *args)
+        assert "are left as they are: float32 matmul)" in warning and "autocast" in warning
 
     def test_something_that_is_no_matmul(self):
         def f(x, data, scale):
