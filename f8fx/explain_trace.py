@@ -101,8 +101,7 @@ def trace(
     Raises:
         ExplainError: if the model cannot be copied or traced.
     """
-    ragged = any(tensor.is_nested for tensor in _tensors((args, kwargs)))
-    mode = fake_tensor_mode(ragged, allow_non_fake_inputs=True)
+    mode = fake_tensor_mode(symbols=True, allow_non_fake_inputs=True)
     replica = _Replica(mode, (model, args, kwargs))
     call = replica.of_callable(model)
     fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))

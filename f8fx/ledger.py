@@ -29,7 +29,7 @@ from typing import Any
 
 from .torch_private import group_timeout, process_store, process_store_read
 
-#: How long at most a rank waits for the others to decide; less if the process group's timeout is less.
+#: How long a rank waits for the others to decide where the process group does not say.
 TIMEOUT = timedelta(minutes=10)
 #: How long for a decision that all of them have made before, among others.
 ALONE = timedelta(seconds=10)
@@ -79,7 +79,7 @@ def agree(matter: Matter) -> None:
     Raises:
         RankDisagreement: if one decided differently, or not at all within the process group's timeout.
     """
-    timeout = min(TIMEOUT, group_timeout(matter.group) or TIMEOUT)
+    timeout = group_timeout(matter.group) or TIMEOUT
     found = process_store()
     if found is None:
         return

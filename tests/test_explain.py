@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 
 import f8fx
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
@@ -476,8 +477,19 @@ class Regions(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [Branches, Regions])
-@pytest.mark.parametrize("training", [True, False])
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, self.a(x).tanh()), (torch.tensor(0), x))[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "training"),
+    [(Branches, True), (Branches, False), (Regions, True), (Regions, False), (Loop, False)],
+)
 def test_bodies_of_higher_order_operators_are_counted_as_the_backend_counts_them(make, training: bool):
     model, x = make().bfloat16(), torch.zeros(32, 64, dtype=torch.bfloat16)
     with torch.set_grad_enabled(training):

@@ -69,7 +69,7 @@ def _whole(described: Any) -> Any:
     return described
 
 
-_PARTITIONING = threading.Lock()
+_PARTITIONING = threading.RLock()
 
 
 def min_cut_partition(

@@ -17,16 +17,17 @@ def detect_fake_mode(values: Sequence[Any]) -> Any:
     return detect(values)
 
 
-def fake_tensor_mode(ragged: bool = False, **kwargs: Any) -> Any:
+def fake_tensor_mode(symbols: bool = False, **kwargs: Any) -> Any:
     """A new ``torch._subclasses.FakeTensorMode``.
 
     Args:
-        ragged: for nested tensors too, whose sizes are symbols (``symbolic_shapes.ShapeEnv``).
+        symbols: sizes may be symbols (``symbolic_shapes.ShapeEnv``), as those of nested tensors are, and what a
+            ``while_loop`` carries.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv() if ragged else None, **kwargs)
+    return FakeTensorMode(shape_env=ShapeEnv() if symbols else None, **kwargs)
 
 
 def is_fake(tensor: Any) -> bool:
