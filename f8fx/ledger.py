@@ -5,8 +5,8 @@ reads what the others wrote about the *same matter*. A rank waits until all othe
 earlier decisions makes the wait shorter:
 
 * if all ranks have decided as this one does, and never otherwise, there is nobody to wait for: who decides
-  otherwise decides anew and finds that out. Such repetitions are noted, since a rank may be behind others that have made
-  the same one and then decided otherwise: it does not wait either;
+  otherwise decides anew and finds that out. Such repetitions are noted: a rank may be behind others that have made
+  the same one and then decided otherwise;
 * if all have decided as this one does, but also otherwise, it goes on after :data:`ALONE`: it decides alone, say because
   only its batch has another size;
 * if the others have decided before, but never as this one does, and do not come within :data:`ANEW`, they will not: they
@@ -22,7 +22,7 @@ import hashlib
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -87,14 +87,18 @@ def agree(matter: Matter) -> None:
     ledger = _Ledger(store, f"f8fx/{_digest([matter.ranks, matter.about])}", rank)
     history = ledger.decided([*{*matter.ranks, rank}])
     before, mine = history.pop(rank), ledger.write(matter.decided)
-    if _is_repetition(mine, before, history.values()):
-        ledger.decide(before.repeated(mine))
-        return
+    everybody = [before, *history.values()]
+    agreed = all(mine in decisions.agreed for decisions in everybody)
+    anew = not agreed and all(decisions.agreed for decisions in everybody)
+
+    def is_behind(decisions: _History) -> bool:
+        """Whether this rank makes again what the other one made again some time ago."""
+        return agreed and decisions.repetitions.count(mine) > before.repetitions.count(mine)
 
     def compare(published: dict[int, _History]) -> None:
         for other, decisions in published.items():
             theirs = decisions.agreed[len(before.agreed) :][:1]
-            if theirs and theirs != (mine,):
+            if theirs and theirs != (mine,) and not is_behind(decisions):
                 ledger.decide(before.then(mine))  # the other one waits for it
                 raise RankDisagreement(
                     matter.differs(
@@ -102,24 +106,32 @@ def agree(matter: Matter) -> None:
                     )
                 )
 
+    def wait(limit: timedelta, is_done: Callable[[_History], bool]) -> list[int]:
+        """Those who have not done so in time."""
+        waiting, start, pause = list(history), time.monotonic(), _POLL_SECONDS[0]
+        while True:
+            published = ledger.decided(waiting)
+            compare(published)
+            waiting = [other for other in waiting if not is_done(published[other])]
+            waited = time.monotonic() - start
+            if not waiting or waited >= limit.total_seconds():
+                return waiting
+            time.sleep(min(pause, limit.total_seconds() - waited))
+            pause = min(2 * pause, _POLL_SECONDS[1])
+
     compare(history)
-    everybody = [before, *history.values()]
-    agreed = all(mine in decisions.agreed for decisions in everybody)
-    anew = not agreed and all(decisions.agreed for decisions in everybody)
+    if all({*decisions.agreed} == {mine} for decisions in everybody):
+        ledger.decide(before.repeated(mine))
+        return
+    if any(is_behind(decisions) for decisions in history.values()):
+        ledger.decide(before.repeated(mine))
+        wait(min(ALONE, timeout), is_behind)
+        return
     limit = min(ALONE, timeout) if agreed else min(ANEW, timeout / 2) if anew else timeout
     ledger.decide(before.then(mine))
-    waiting, start, pause = list(history), time.monotonic(), _POLL_SECONDS[0]
-    while True:
-        published = ledger.decided(waiting)
-        compare(published)
-        waiting = [other for other in waiting if len(published[other].agreed) <= len(before.agreed)]
-        if not waiting:
-            return
-        waited = time.monotonic() - start
-        if waited >= limit.total_seconds():
-            break
-        time.sleep(min(pause, limit.total_seconds() - waited))
-        pause = min(2 * pause, _POLL_SECONDS[1])
+    waiting = wait(limit, lambda decisions: len(decisions.agreed) > len(before.agreed))
+    if not waiting:
+        return
     # so that the next decision of all counts as one
     ledger.decide(before.repeated(mine) if agreed else before)
     if agreed:
@@ -127,7 +139,7 @@ def agree(matter: Matter) -> None:
     others, seconds = ", ".join(map(str, waiting)), limit.total_seconds()
     if not anew:
         raise RankDisagreement(matter.missing(rank, others, seconds))
-    earlier = ledger.read(waiting[0], published[waiting[0]].agreed[-1])
+    earlier = ledger.read(waiting[0], ledger.decided(waiting)[waiting[0]].agreed[-1])
     difference = _first_difference(rank, matter.decided, waiting[0], earlier)
     raise RankDisagreement(matter.alone(rank, others, seconds, *difference))
 
@@ -144,26 +156,11 @@ class _History:
     agreed: tuple[str, ...] = ()
     repetitions: tuple[str, ...] = ()
 
-    def times(self, digest: str) -> int:
-        return (self.agreed + self.repetitions).count(digest)
-
     def then(self, digest: str) -> _History:
         return replace(self, agreed=(*self.agreed, digest))
 
     def repeated(self, digest: str) -> _History:
         return replace(self, repetitions=(*self.repetitions, digest))
-
-
-def _is_repetition(mine: str, before: _History, others: Collection[_History]) -> bool:
-    """Whether all ranks have decided so, and those that then decided otherwise more often than this one."""
-    everybody = [before, *others]
-    if not all(mine in decisions.agreed for decisions in everybody):
-        return False
-    position = len(before.agreed)
-    ahead = [decisions for decisions in others if decisions.agreed[position:][:1] not in ((), (mine,))]
-    if ahead:
-        return all(decisions.times(mine) > before.times(mine) for decisions in ahead)
-    return all({*decisions.agreed} == {mine} for decisions in everybody)
 
 
 @dataclass(frozen=True)
