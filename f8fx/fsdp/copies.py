@@ -217,6 +217,11 @@ class Copies:
         if not set(copies) <= set(self.present):
             reshard_group(self._group)
             gather_group(self._group)
+        if not set(copies) <= set(self.present):
+            raise RuntimeError(
+                f"f8fx.fsdp: the copy of {self.fqn!r} that is read now is not in memory, and FSDP2 does not gather it while it "
+                'keeps the other. Use enable_float8_all_gather(..., copies="both"), or call reshard() on the module before'
+            )
 
     def computed_with(self) -> None:
         """An operator reads the weight, outside of any graph.

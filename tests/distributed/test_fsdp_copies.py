@@ -356,6 +356,23 @@ def kept_after_the_backward() -> None:
     assert_same(*results)
 
 
+def kept_for_good():
+    """What the backward gathered, by FSDP2's settings for both halves: a block by itself has no forward's copy."""
+    for reshard in (True, False):
+        model = Setup("rowwise", world_mesh(), True, net={"depth": 1}).build()
+        for step in range(2):
+            loss_of(model(batch(step))).backward()
+        model.set_reshard_after_backward(False)
+        loss_of(model(batch(2))).backward()
+        model.set_reshard_after_forward(False)
+        if reshard:
+            model.blocks[0].reshard()
+            model.blocks[0](batch(0))
+        else:
+            with pytest.raises(RuntimeError, match="is not in memory"):
+                model.blocks[0](batch(0))
+
+
 class _Fails(torch.autograd.Function):
     """In the backward."""
 
@@ -441,6 +458,7 @@ def test_two_ranks():
             reads_that_no_backward_follows,
             ranks_that_read_different_weights,
             kept_after_the_backward,
+            kept_for_good,
             after_a_backward_that_failed,
             weights_that_graphs_hand_on,
         ],
