@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,6 +198,8 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.fresh:
             self.rows = self._earlier()
+            if not self.rows and self._partial.exists():  # of other code, another driver...: not to be lost
+                self._partial.replace(self._partial.with_suffix(f".{self._partial.stat().st_mtime_ns}.jsonl"))
         lines = [self._head(), *self.rows]
         self._partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -286,9 +289,10 @@ def run_cases(
     """Measures the cases that are not yet on record; whether all are at the end.
 
     A case is not begun if the longest one so far would not fit into what is left of the budget. An
-    interrupt (Ctrl-C) ends the run like a budget that is used up.
+    interrupt (Ctrl-C) ends the run like a budget that is used up; a case that fails is told of, and tried again
+    by the next run.
     """
-    longest = 0.0
+    longest, failed = 0.0, False
     todo = [case for case in cases if not recorder.has(**case)]
     if len(todo) < len(cases):
         console.print(f"{len(cases) - len(todo)} of {len(cases)} cases are on record already.")
@@ -302,11 +306,15 @@ def run_cases(
         except KeyboardInterrupt:
             console.print(f"Interrupted: {len(todo) - index} cases left; run again to go on.")
             return False
+        except Exception:
+            failed = True
+            console.print(f"FAILED: {case}\n{traceback.format_exc()}", markup=False)
+            continue
         longest = max(longest, time.monotonic() - start)
         recorder.add(row)
         label = " ".join(f"{key}={value}" for key, value in case.items())
         console.print(f"[{index + 1}/{len(todo)}] {label}  {time.monotonic() - start:.1f} s", markup=False)
-    return True
+    return not failed
 
 
 # -- tables ---------------------------------------------------------------------------------------

@@ -328,7 +328,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-compile", action="store_true", help="leave out the whole compiles")
     args = parser.parse_args(argv)
     nodes = args.nodes or (QUICK_NODES if args.quick else NODES)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = (
+        torch.cuda.is_available()
+    )  # the number as graphs know it, or canaries of theirs would run in measured time
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     recorder = common.Recorder(
         NAME, common.stamp(device), {"target": TARGET, "repeats": args.repeats}, args.results, args.fresh
     )

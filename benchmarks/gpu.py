@@ -191,13 +191,13 @@ def main(argv: list[str] | None = None) -> int:
     if reason := common.why_no_gpu():
         console.print(reason)
         return 0
-    stamp = common.stamp(torch.device("cuda", torch.cuda.current_device()))
+    budget = common.Budget(args.budget_s)
+    stamp = common.stamp(torch.device("cuda", torch.cuda.current_device()))  # which checks generated kernels
     args.results.mkdir(parents=True, exist_ok=True)
     parts = [part for part in PARTS if not args.only or part.name in args.only]
     known = {} if args.fresh else {part.name: on_record(part, args.results, stamp) for part in parts}
     # the parts keep what they measured themselves; here only what ran is noted, always anew
     recorder = common.Recorder(NAME, stamp, {"budget_s": args.budget_s}, args.results, fresh=True)
-    budget = common.Budget(args.budget_s)
     for index, part in enumerate(parts):
         if known.get(part.name):
             recorder.add({"part": part.name, "seconds": 0.0, "returncode": 0, "outcome": ON_RECORD})

@@ -30,6 +30,7 @@ class Launch:
     Attributes:
         name: the kernel's.
         phase: the range it ran in, "" outside all.
+        turn: of all ranges, which one.
         start_us, us: when, and for how long.
         op: the operator that launched it, "" where that is not known (Inductor's own kernels).
         dims: sizes of the operator's inputs.
@@ -43,6 +44,7 @@ class Launch:
     op: str = ""
     dims: tuple[tuple[int, ...], ...] = ()
     bytes: int = 0
+    turn: int = -1
 
     @property
     def gemm(self) -> tuple[int, int, int] | None:
@@ -93,15 +95,18 @@ def launches(trace: Mapping[str, Any], phases: Sequence[str], on_cpu: bool = Fal
         else:
             continue
         middle = event["ts"] + event["dur"] / 2
+        turns = (i for i, (_, start, end) in enumerate(ranges) if start <= middle <= end)
+        turn = next(turns, -1)
         found.append(
             Launch(
                 event["name"],
-                next((name for name, start, end in ranges if start <= middle <= end), ""),
+                ranges[turn][0] if turn >= 0 else "",
                 event["ts"],
                 event["dur"],
                 operator.get("name", ""),
                 tuple(tuple(d) for d in operator.get("args", {}).get("Input Dims", ()) if _is_shape(d)),
                 int(arguments.get("bytes", 0)),
+                turn,
             )
         )
     return sorted(found, key=lambda launch: launch.start_us)
@@ -112,11 +117,11 @@ def _is_shape(dims: Any) -> bool:
 
 
 def idle_us(found: Sequence[Launch]) -> float:
-    """Microseconds between launches in which nothing ran, within phases."""
+    """Microseconds between launches in which nothing ran, within each turn of a phase."""
     total = 0.0
-    for phase in {launch.phase for launch in found}:
+    for turn in {launch.turn for launch in found}:
         end: float | None = None
-        for launch in (x for x in found if x.phase == phase):
+        for launch in (x for x in found if x.turn == turn):
             if end is not None:
                 total += max(0.0, launch.start_us - end)
             end = max(end or 0.0, launch.start_us + launch.us)

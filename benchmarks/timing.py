@@ -114,10 +114,9 @@ def sustained(steps: Mapping[str, Step], device: torch.device, seconds: float = 
     return {name: sorted(found)[len(found) // 2] * 1e3 for name, found in samples.items()}
 
 
-def in_a_row(calls: Sequence[Step]) -> None:
-    """Makes the calls, one after the other."""
-    for call in calls:
-        call()
+def in_a_row(calls: Sequence[Step]) -> list[Any]:
+    """Makes the calls, one after the other; all results, so that none is written into the memory of one before."""
+    return [call() for call in calls]
 
 
 def synchronize(device: torch.device) -> None:

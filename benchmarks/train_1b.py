@@ -18,6 +18,7 @@ import itertools
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -332,11 +333,14 @@ def main(argv: list[str] | None = None) -> int:
         if recorder.has(run=name, finished=True):
             console.print(f"{name}: on record already.")
         elif budget.left > (_CHECKPOINT_S if args.checkpoints else _START_S):
-            recorder.add(run(name, setting, corpus, budget, args.checkpoints))
+            try:
+                recorder.add(run(name, setting, corpus, budget, args.checkpoints))
+            except Exception:  # torchao is not there, say: the others can run
+                console.print(f"FAILED: {name}\n{traceback.format_exc()}", markup=False)
     recorder.rows = list(latest(recorder.rows).values())
     complete = all(recorder.has(run=name, finished=True) for name in CONTENDERS)
     if not complete:
-        console.print("Out of time: not all runs have made all steps; run again to go on.")
+        console.print("Not all runs have made all steps; run again to go on.")
     result, path = recorder.finish(summary(recorder.rows), complete)
     for grid in grids(result):
         grid.print()

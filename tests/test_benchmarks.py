@@ -120,6 +120,19 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
 def test_rows_of_other_settings_or_another_commit_are_not_mixed(tmp_path):
     _recorder(tmp_path, seq=1).add({"m": 1})
     assert _recorder(tmp_path, seq=2).rows == []
+    (kept,) = tmp_path.glob("*.partial.*.jsonl")
+    assert kept.read_text().splitlines()[1:] == ['{"m": 1}']
+
+
+def test_a_case_that_fails_is_told_of_and_the_others_are_measured(tmp_path, capsys):
+    def measure(m: int) -> dict[str, int]:
+        return {"inverse": 6 // m}
+
+    recorder = _recorder(tmp_path)
+    cases = [{"m": m} for m in (1, 0, 2)]
+    assert not common.run_cases(cases, recorder, common.Budget(None), measure)
+    assert [row["m"] for row in recorder.rows] == [1, 2]
+    assert "FAILED: {'m': 0}" in capsys.readouterr().out
 
 
 def test_a_partial_file_cut_off_in_a_line_is_started_over(tmp_path):

@@ -147,6 +147,11 @@ def test_a_profile_against_its_floor():
     ran = timeline.launches(_trace(), kernel_times.PHASES)
     assert [launch.phase for launch in ran] == ["forward"] * 3 + ["backward"] * 3
     assert timeline.idle_us(ran) == pytest.approx(0 + 10 + 10 + 10)
+    # what runs between two forwards is no idle time of theirs
+    later = [
+        dataclasses.replace(launch, start_us=launch.start_us + 5000, turn=launch.turn + 2) for launch in ran
+    ]
+    assert timeline.idle_us([*ran, *later]) == 2 * timeline.idle_us(ran)
     # kernels of forward and backward may have the same name
     lowered = [
         Lowered(False, {"triton_red_fused_0": Kernel("triton_red_fused_0", 40_000_000)}),
