@@ -476,7 +476,7 @@ def test_what_rows_and_columns_at_once_are_not_for():
     for reason in (why_not(8, 16, strides=(1, 8)), why_not(8, 16, strides=(48, 1), others=[(8, 16)])):
         assert "side by side" in reason
     assert "more than 8" in why_not(8, 16, others=[(8, 16)] * 8)
-    with fake_tensor_mode(ragged=True) as mode:
+    with fake_tensor_mode(symbols=True) as mode:
         rows = mode.shape_env.create_unbacked_symint()
         assert row_cast_columns.why_not([torch.empty(rows, 16)], torch.float8_e4m3fn) == "sizes are not known"
     assert "2-D" in why_not(8, 16, 2) and "float32" in why_not(8, 16, dtype=torch.float64)
