@@ -191,6 +191,7 @@ class Recorder:
     folder: Path | None
     fresh: bool = False
     rows: list[Row] = field(default_factory=list)
+    failed: bool = False  # a case was not measured: what a benchmark exits with
 
     def __post_init__(self) -> None:
         if self.folder is None:
@@ -292,7 +293,7 @@ def run_cases(
     interrupt (Ctrl-C) ends the run like a budget that is used up; a case that fails is told of, and tried again
     by the next run.
     """
-    longest, failed = 0.0, False
+    longest = 0.0
     todo = [case for case in cases if not recorder.has(**case)]
     if len(todo) < len(cases):
         console.print(f"{len(cases) - len(todo)} of {len(cases)} cases are on record already.")
@@ -307,14 +308,14 @@ def run_cases(
             console.print(f"Interrupted: {len(todo) - index} cases left; run again to go on.")
             return False
         except Exception:
-            failed = True
+            recorder.failed = True
             console.print(f"FAILED: {case}\n{traceback.format_exc()}", markup=False)
             continue
         longest = max(longest, time.monotonic() - start)
         recorder.add(row)
         label = " ".join(f"{key}={value}" for key, value in case.items())
         console.print(f"[{index + 1}/{len(todo)}] {label}  {time.monotonic() - start:.1f} s", markup=False)
-    return not failed
+    return not recorder.failed
 
 
 # -- tables ---------------------------------------------------------------------------------------

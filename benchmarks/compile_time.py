@@ -328,10 +328,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-compile", action="store_true", help="leave out the whole compiles")
     args = parser.parse_args(argv)
     nodes = args.nodes or (QUICK_NODES if args.quick else NODES)
-    on_gpu = (
-        torch.cuda.is_available()
-    )  # the number as graphs know it, or canaries of theirs would run in measured time
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # with its number, as graphs know it: else canaries run in measured time
+        device = torch.device("cuda", torch.cuda.current_device())
     recorder = common.Recorder(
         NAME, common.stamp(device), {"target": TARGET, "repeats": args.repeats}, args.results, args.fresh
     )
@@ -348,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         grid.print()
     print_goals(result["summary"])
     console.print(f"Written to {path}")
-    return 0
+    return int(recorder.failed)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         grid.print()
     print_verdicts(result["summary"])
     console.print(f"Written to {path}")
-    return 0
+    return int(recorder.failed)
 
 
 def smoke() -> int:

@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         for entry in entries:
             console.print(f"  {entry}", markup=False)
     console.print(f"Written to {path}")
-    return 0
+    return int(recorder.failed)
 
 
 def smoke() -> int:

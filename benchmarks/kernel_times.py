@@ -342,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     for grid in grids(result):
         grid.print()
     console.print(f"Written to {path}")
-    return 0
+    return int(recorder.failed)
 
 
 def smoke() -> int:

@@ -318,7 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     for grid in grids(result):
         grid.print()
     console.print(f"Written to {path}")
-    return 1 if any(not row["exact"].get("f8fx", True) for row in recorder.rows) else 0
+    return int(recorder.failed or any(not row["exact"].get("f8fx", True) for row in recorder.rows))
 
 
 def smoke() -> int:

@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     for entry in result["summary"]["checkpointing_saves_more_than_bf16"]:
         console.print(f"  saves more than bf16 under checkpointing: {entry}", markup=False)
     console.print(f"Written to {path}")
-    return 0
+    return int(recorder.failed)
 
 
 def smoke() -> int:

@@ -336,6 +336,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 recorder.add(run(name, setting, corpus, budget, args.checkpoints))
             except Exception:  # torchao is not there, say: the others can run
+                recorder.failed = True
                 console.print(f"FAILED: {name}\n{traceback.format_exc()}", markup=False)
     recorder.rows = list(latest(recorder.rows).values())
     complete = all(recorder.has(run=name, finished=True) for name in CONTENDERS)
@@ -345,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
     for grid in grids(result):
         grid.print()
     console.print(f"Written to {path}")
-    return 0 if result["summary"].get("finite", True) else 1
+    return int(recorder.failed or not result["summary"].get("finite", True))
 
 
 def smoke(only: Sequence[str]) -> int:

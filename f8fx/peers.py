@@ -41,8 +41,10 @@ class Peers:
         found = process_store()
         if len(self.ranks) < 2 or options in self.mine or found is None:
             return
-        self.mine.append(options)
         store, rank = found
+        if rank not in self.ranks:
+            return
+        self.mine.append(options)
         prefix = "f8fx/options/" + hashlib.sha256(repr((self.ranks, self.model)).encode()).hexdigest()[:32]
         store.set(f"{prefix}/{rank}", json.dumps(self.mine))
         place = self.ranks.index(rank)

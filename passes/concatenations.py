@@ -27,6 +27,7 @@ from f8fx import ops
 from f8fx.torch_private import overwritten_inputs
 
 from .choice import ALIGNMENT, Convert
+from .columns import is_over_rows
 from .gemm import Operand
 from .in_memory import is_in_memory, part_in_memory
 from .operand import (
@@ -114,11 +115,8 @@ def _is_column_sums(node: fx.Node, cat: fx.Node) -> bool:
     """Whether a reader sums a tensor over all dimensions but the last."""
     if node.target is not aten.sum.dim_IntList or node.kwargs:
         return False
-    source, dims = cast("tuple[fx.Node, list[int] | None]", node.args[:2])
-    if not dims:
-        return False  # over all of them
-    shape, columns = shape_of(source), shape_of(cat)[-1]
-    return is_same(shape[-1], columns) and {dim % len(shape) for dim in dims} == {*range(len(shape) - 1)}
+    source = cast("fx.Node", node.args[0])
+    return is_same(shape_of(source)[-1], shape_of(cat)[-1]) and is_over_rows(node)
 
 
 def _sum(graph: fx.Graph, node: fx.Node, whole: fx.Node) -> None:

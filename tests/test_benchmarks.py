@@ -131,7 +131,7 @@ def test_a_case_that_fails_is_told_of_and_the_others_are_measured(tmp_path, caps
     recorder = _recorder(tmp_path)
     cases = [{"m": m} for m in (1, 0, 2)]
     assert not common.run_cases(cases, recorder, common.Budget(None), measure)
-    assert [row["m"] for row in recorder.rows] == [1, 2]
+    assert [row["m"] for row in recorder.rows] == [1, 2] and recorder.failed
     assert "FAILED: {'m': 0}" in capsys.readouterr().out
 
 
