@@ -205,7 +205,7 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def _trying(device: torch.device, forms: Mapping[str, Form]) -> Iterator[None]:
-    _TRYING.device, _TRYING.forms = device, forms
+    _TRYING.device, _TRYING.forms = _numbered(device), forms
     try:
         with contextlib.ExitStack() as stack:
             for block in (untraced(), just_in_time(), torch.inference_mode(False), torch.no_grad()):
@@ -216,6 +216,13 @@ def _trying(device: torch.device, forms: Mapping[str, Form]) -> Iterator[None]:
             yield
     finally:
         _TRYING.device, _TRYING.forms = None, {}
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """``cuda`` is the current device of that type, as everywhere in torch."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def applies(device: torch.device) -> bool:
@@ -234,6 +241,7 @@ def ensure(devices: Iterable[torch.device], compile_fx: CompileFx | None = None)
 
 def verdict_on(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
     """The verdict on a device: of this process, else of an earlier one with the same versions, else a new one."""
+    device = _numbered(device)
     with _LOCK:
         found = _VERDICTS.get(device)
         if found is None:
@@ -253,7 +261,7 @@ def verdict_on(device: torch.device, compile_fx: CompileFx | None = None) -> Ver
 
 def key(devices: Iterable[torch.device]) -> tuple[Any, ...]:
     """What a cache key must hold of the forms in use: nothing where all are the preferred ones."""
-    verdicts = (_VERDICTS.get(device) for device in dict.fromkeys(devices))
+    verdicts = (_VERDICTS.get(device) for device in dict.fromkeys(map(_numbered, devices)))
     return tuple(
         sorted((v.device, *sorted(v.changed.items())) for v in verdicts if v is not None and not v.ok)
     )
@@ -261,6 +269,7 @@ def key(devices: Iterable[torch.device]) -> tuple[Any, ...]:
 
 def form(device: torch.device, kind: Kind) -> Form:
     """The form in which a kind of kernel is to be compiled for a device."""
+    device = _numbered(device)
     if _TRYING.device == device:
         return _TRYING.forms.get(kind, "definition")
     verdict = _VERDICTS.get(device)

@@ -188,12 +188,14 @@ def _launch(
     )
     options = constants(dtype, dim, dim_t, out is not None, out_t is not None, padded=False, clamp=clamp)
     options["PADDED"] = any(copy is not None and copy.numel() != x.numel() for copy in (out, out_t))
-    if tile == "auto":
-        _autotuned()[grid(*whole)](*arguments, **options)
-        return
-    tile = tile or starting_tile(*whole, x.element_size(), launch.multiprocessors(x.device))
-    kernel = launch.kernels("cast_transpose").cast_transpose_kernel
-    kernel[grid(*whole)](*arguments, **options, BLOCK_M=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps)
+    with launch.on(x.device):
+        if tile == "auto":
+            _autotuned()[grid(*whole)](*arguments, **options)
+            return
+        tile = tile or starting_tile(*whole, x.element_size(), launch.multiprocessors(x.device))
+        kernel = launch.kernels("cast_transpose").cast_transpose_kernel
+        options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "num_warps": tile.warps}
+        kernel[grid(*whole)](*arguments, **options)
 
 
 def constants(

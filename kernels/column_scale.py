@@ -60,20 +60,21 @@ def column_scale(
     parts = launch.ceil_div(M, step)
     partial = torch.empty(parts, N, dtype=torch.float32, device=x.device)
     module = launch.kernels("column_scale")
-    if parts:
-        module.column_amax_kernel[(launch.ceil_div(N, tile.columns), parts)](
-            *(x, partial, M, N, *x.stride(), step),
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            num_warps=tile.warps,
+    with launch.on(x.device):
+        if parts:
+            module.column_amax_kernel[(launch.ceil_div(N, tile.columns), parts)](
+                *(x, partial, M, N, *x.stride(), step),
+                BLOCK_M=tile.rows,
+                BLOCK_N=tile.columns,
+                num_warps=tile.warps,
+            )
+        module.scale_of_partials_kernel[(launch.ceil_div(N, _SECOND.columns),)](
+            *(partial, scale, parts, N),
+            LIMIT=torch.finfo(dtype).max,
+            EPS=EPS,
+            POWER_OF_2=power_of_2,
+            BLOCK_P=_SECOND.rows,
+            BLOCK_N=_SECOND.columns,
+            num_warps=_SECOND.warps,
         )
-    module.scale_of_partials_kernel[(launch.ceil_div(N, _SECOND.columns),)](
-        *(partial, scale, parts, N),
-        LIMIT=torch.finfo(dtype).max,
-        EPS=EPS,
-        POWER_OF_2=power_of_2,
-        BLOCK_P=_SECOND.rows,
-        BLOCK_N=_SECOND.columns,
-        num_warps=_SECOND.warps,
-    )
     return scale

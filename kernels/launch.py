@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -116,6 +117,11 @@ def unsupported_by_target(target: Any, dtype: torch.dtype) -> str | None:
 def say_fallback(reason: str) -> None:
     """Logs, once per reason, that the definition runs instead of a kernel."""
     log.info("the definition runs in place of a fused kernel: %s", reason)
+
+
+def on(device: torch.device) -> AbstractContextManager[None]:
+    """Makes ``device`` the current one, on which Triton launches; nothing for the interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -72,17 +72,18 @@ def row_cast(
     if not rows:
         return out, scale
     kernel = launch.kernels("row_cast").row_cast_kernel
-    kernel[(launch.ceil_div(rows, tile.rows),)](
-        *(x, out, scale),
-        *(*x.shape, *x.stride(), rows, columns),
-        LIMIT=torch.finfo(dtype).max,
-        EPS=EPS,
-        POWER_OF_2=power_of_2,
-        PADDED=out.numel() != x.numel(),
-        CLAMP=clamp,
-        LOOP=columns > tile.columns,
-        ROWS=tile.rows,
-        BLOCK=tile.columns,
-        num_warps=tile.warps,
-    )
+    with launch.on(x.device):
+        kernel[(launch.ceil_div(rows, tile.rows),)](
+            *(x, out, scale),
+            *(*x.shape, *x.stride(), rows, columns),
+            LIMIT=torch.finfo(dtype).max,
+            EPS=EPS,
+            POWER_OF_2=power_of_2,
+            PADDED=out.numel() != x.numel(),
+            CLAMP=clamp,
+            LOOP=columns > tile.columns,
+            ROWS=tile.rows,
+            BLOCK=tile.columns,
+            num_warps=tile.warps,
+        )
     return out, scale

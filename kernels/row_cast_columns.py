@@ -155,9 +155,10 @@ def row_cast_columns(
         torch.zeros(len(groups), N, dtype=torch.int32, device=x.device),
     )
     kernel = launch.kernels("row_cast_columns").row_cast_columns_kernel
-    kernel[(programs(rows, step),)](
-        **arguments(tensors, rows, groups, N, x.stride(0), outputs),
-        **constants(N, step, dtype, power_of_2),
-        num_warps=warps(N)[0],
-    )
+    with launch.on(x.device):
+        kernel[(programs(rows, step),)](
+            **arguments(tensors, rows, groups, N, x.stride(0), outputs),
+            **constants(N, step, dtype, power_of_2),
+            num_warps=warps(N)[0],
+        )
     return outputs[0], outputs[1], outputs[2].view(torch.float32)

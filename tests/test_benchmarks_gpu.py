@@ -29,6 +29,7 @@ from benchmarks import (
 from benchmarks.codegen import Kernel, Lowered
 from f8fx.demo import data
 from f8fx.demo.model import DecoderConfig
+from f8fx.tuning import TUNING
 
 CPU = torch.device("cpu")
 LLAMA = DecoderConfig.named("llama3_8b")
@@ -432,3 +433,14 @@ def test_failed_tests_are_named(monkeypatch):
     part = gpu.Part("tests", ("timeit", "-n1", "-r1", code), 1.0, 0.0, keeps=False)
     row = gpu.run(part, 30)
     assert (row["outcome"], row["failed"]) == ("1 failed, 2 passed in 3s", ["tests/test_gpu.py::test_x"])
+
+
+def test_what_the_default_is_without_is_no_experiment(monkeypatch):
+    def experiments():
+        return {case["experiment"] for case in ablations.cases(quick=True)}
+
+    monkeypatch.setattr(ablations, "tuning", lambda given: dict(TUNING))
+    assert experiments() == set(ablations.EXPERIMENTS)
+    own_blocks = "combo_kernel_per_subkernel_blocks"
+    monkeypatch.setattr(ablations, "tuning", lambda given: {k: TUNING[k] for k in TUNING if k != own_blocks})
+    assert experiments() == set(ablations.EXPERIMENTS) - {own_blocks}

@@ -322,3 +322,15 @@ def test_kernels_of_ours_are_launched_unless_composed(name, kernel, monkeypatch)
     assert not any(own in composed.code for own in ours)
     called = [line for line in composed.code.splitlines() if not line.lstrip().startswith("#")]
     assert not any("torch.ops.f8fx" in line for line in called)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    verdict = Verdict("GPU", {"cast": "definition", "transpose": "fused", "reduction": "fused"}, ())
+    monkeypatch.setitem(canary._VERDICTS, torch.device("cuda:1"), verdict)
+    for device in (torch.device("cuda"), torch.device("cuda:1")):
+        assert canary.verdict_on(device) is verdict
+        assert canary.form(device, "cast") == "definition"
+        assert canary.key([device]) == canary.key([torch.device("cuda:1")]) != ()
+    assert canary.form(torch.device("cuda:0"), "cast") == "fused"
