@@ -20,16 +20,17 @@ import torch
 from torch import fx
 
 from . import ahead, canary, executor, halves, inference_inputs, lowerings, peers, weight_inputs
-from .agreement import confirm, confirm_plain
+from .agreement import as_plain, checked, confirm
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
 from .options import Options, as_passes
 from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
+from .passes.backward import backward_nodes
 from .passes.decided import is_decided, mark_decided
 from .passes.halves import ANYTHING, NOTHING, ReadsOther
 from .passes.parameters import KnownInputs
 from .passes.traffic import gathers, traffic
-from .report import GraphReport, log, publish
+from .report import GraphReport, Traffic, log, publish
 from .resumed import name_modules
 from .torch_private import (
     CustomGraphPass,
@@ -82,6 +83,8 @@ class GraphPass(CustomGraphPass):
         self.reports: list[GraphReport] = []
         #: on graphs that came with rewritten nodes in them; published where there is no other report
         self.met_again: list[GraphReport] = []
+        #: what the graph sends, as agreed on by all ranks
+        self.confirmed: list[Traffic] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.before:
@@ -92,24 +95,30 @@ class GraphPass(CustomGraphPass):
             return
         self.known.mark(graph)
         before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
+        training = bool(backward_nodes(graph))
         try:
             report = self.pipeline(graph)
         except FilterError:
             raise  # the user's to mend, not ours to work around
         except Exception as error:
             # the graph can run as it was, if that is what happens on all ranks
-            confirm_plain(traffic(before, {}))
+            self.confirm(as_plain(traffic(before, {}, training)))
             raise PassError(f"{type(error).__name__}: {error}") from error
         mark_decided(graph)
-        report.traffic = traffic(before, gathers(graph))
-        confirm(report.traffic)
+        report.traffic = traffic(before, gathers(graph), training)
+        self.confirm(report.traffic)
         self.reports.append(report)
+
+    def confirm(self, sent: list[Traffic]) -> None:
+        """Returns once all ranks have decided alike (:func:`f8fx.agreement.confirm`)."""
+        confirm(sent)
+        self.confirmed += sent
 
     def begin_again(self, otherwise: Any) -> None:
         """Forgets an attempt; the next one differs by ``otherwise``."""
         forget_traced_regions()
         self.key = self.key.extended(otherwise)
-        self.reports, self.met_again = [], []
+        self.reports, self.met_again, self.confirmed = [], [], []
 
     def uuid(self) -> Any:
         """Key for Inductor's caches; ``None``, no caching, if any part has none."""
@@ -202,9 +211,12 @@ def compile_graph(
             raise
         run = _runner(options, config, compile_fx)
         compiled = _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
-        return halves.saying(compiled, weights, ANYTHING)
+        return halves.saying(checked(compiled, graph_pass.confirmed, example_inputs), weights, ANYTHING)
     _publish(graph_pass, options)
-    return halves.saying(inference_inputs.savable(compiled, example_inputs), weights, reads)
+    compiled = checked(
+        inference_inputs.savable(compiled, example_inputs), graph_pass.confirmed, example_inputs
+    )
+    return halves.saying(compiled, weights, reads)
 
 
 def _run_with_weights(
@@ -237,6 +249,7 @@ def _run_with_weights(
         warnings.warn(f"f8fx: the weights of a graph are quantized in each call ({what})", stacklevel=2)
         log.debug("f8fx: no weight inputs", exc_info=error)
         (graph_pass.pipeline, graph_pass.key), graph_pass.reports = plain, []
+        graph_pass.confirmed = []
     compiled = run(gm, example_inputs, graph_pass)
     return weight_inputs.noting_training(compiled) if training else compiled
 
@@ -376,7 +389,7 @@ def _publish(graph_pass: GraphPass, options: Options) -> None:
     else:
         reports = load_report(graph_pass.key, options.recipe.name)
         for report in reports:
-            confirm(report.traffic)
+            graph_pass.confirm(report.traffic)
     for report in reports:
         publish(report)
         if options.verbose:

@@ -60,7 +60,7 @@ class CacheKey:
         local = [_local(value) for value in example_inputs if hasattr(value, "__tensor_flatten__")]
         if local:
             parts.append(local)
-        graph = _digest([gm.code, [_metadata(x) for x in example_inputs], _ambient()])
+        graph = _digest([_code(gm), [_metadata(x) for x in example_inputs], _ambient()])
         if options.filter_fn is None:
             return CacheKey(_digest(parts), graph)
         uuid = getattr(options.filter_fn, "uuid", None)
@@ -69,6 +69,13 @@ class CacheKey:
 
 def _digest(parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _code(gm: fx.GraphModule) -> list[Any]:
+    """Of the graph, of its bodies, such as checkpointed regions, and what the tensors are that it holds."""
+    bodies = [(name, m.code) for name, m in gm.named_modules() if isinstance(m, fx.GraphModule)]
+    held = (*gm.named_parameters(), *gm.named_buffers())
+    return [bodies, [(name, _metadata(tensor)) for name, tensor in held]]
 
 
 def _module_names(gm: fx.GraphModule) -> list[str]:

@@ -110,6 +110,13 @@ def _explain(args: argparse.Namespace) -> int:
     backend_options = _backend_options(args)
     function = _function(args.model)
     parallelize = _function(args.parallelize) if args.parallelize is not None else None
+    policy = {
+        "--copies": args.copies != "auto",
+        "--param-dtype": args.param_dtype,
+        "--reduce-dtype": args.reduce_dtype,
+    }
+    if world is None and (given := [option for option, value in policy.items() if value]):
+        raise UsageError(f"{given[0]}: is about what ranks send; give --world or --mesh too")
     if parallelize is not None and (world is None or world.tp == 1):
         raise UsageError(
             "--parallelize: needs ranks to split over, such as --world 8x4 or --mesh fsdp=8,tp=4"
@@ -120,11 +127,11 @@ def _explain(args: argparse.Namespace) -> int:
         traceback.print_exc()
         print(f"f8fx explain: {args.model}() raised {type(error).__name__}", file=sys.stderr)
         return 1
-    wanted = f"{args.model}() must return (model, args), args a tuple or list of the model's inputs"
+    wanted = f"{args.model}() must return (model, args), args a tuple or list of the model's inputs, or a dict of them by name"
     if not (isinstance(made, tuple) and len(made) == 2):
         raise UsageError(f"{wanted}; it returned {_kind(made)}")
     model, inputs = made
-    if not isinstance(inputs, (tuple, list)):
+    if not isinstance(inputs, (tuple, list, dict)):
         raise UsageError(f"{wanted}; args was {_kind(inputs)}")
     if not callable(model):
         raise UsageError(f"{wanted}; model was {_kind(model)}")
@@ -148,7 +155,8 @@ def _explain(args: argparse.Namespace) -> int:
         options["target"] = args.target
     options |= backend_options
     try:
-        explanation = explain(model, *inputs, **options)
+        args_, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+        explanation = explain(model, *args_, kwargs=kwargs, **options)
     except ExplainError as error:
         print(f"f8fx explain: {error}", file=sys.stderr)
         return 1
@@ -175,7 +183,7 @@ def _backend_options(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"--option: must be KEY=VALUE, got {text!r}")
         if key in own or key == "target":
             raise UsageError(f"--option: {key} has an argument of its own, --{key.replace('_', '-')}")
-        options[key] = value
+        options[key] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
     try:
         Options.parse(options)
     except OptionError as error:
@@ -288,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "model",
         metavar="package.module:function",
-        help="a function that returns (model, args), args a tuple or list of inputs",
+        help="a function that returns (model, args), args a tuple or list of inputs, or a dict of them by name",
     )
     explain.add_argument("--target", metavar="NAME", help="hardware to decide for: h100, b200, ...")
     explain.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")

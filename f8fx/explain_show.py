@@ -296,6 +296,8 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
                 f"{bytes_text(e.communicated_bytes)} with float8",
             )
         )
-    if len(e.graphs) != 1:
+    if not e.graphs:
+        result.append(("Graphs", "none: Dynamo traced nothing of it, so nothing is known of its matmuls"))
+    elif len(e.graphs) > 1:
         result.append(("Graphs", f"{len(e.graphs)}; the graph breaks between them"))
     return result

@@ -101,19 +101,36 @@ def trace(
     Raises:
         ExplainError: if the model cannot be copied or traced.
     """
+    if lazy := _uninitialized(model):
+        raise ExplainError(f"{lazy} of {name_of(model)} has no shape yet: call the model once before")
     mode = fake_tensor_mode(symbols=True, allow_non_fake_inputs=True)
     replica = _Replica(mode, (model, args, kwargs))
     call = replica.of_callable(model)
     fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))
     collector = _Collector(pipeline, partitioner, like_gpu)
     try:
-        with unnoticed_by_dynamo(), unlogged_fake_errors(), mode, warnings.catch_warnings():
+        with (
+            torch.compiler.set_stance("default"),
+            unnoticed_by_dynamo(collector),
+            unlogged_fake_errors(),
+            mode,
+            warnings.catch_warnings(),
+        ):
             # of no consequence: see _as_on_target
             warnings.filterwarnings("ignore", ".*CUDA is not available.*Disabling autocast")
             torch.compile(call, backend=collector, dynamic=dynamic)(*fake_args, **fake_kwargs)
     except Exception as error:
         raise _explained(model, error) from error
     return collector.graphs
+
+
+def _uninitialized(model: Callable[..., Any]) -> str | None:
+    """The name of a parameter or buffer of a lazy module that has not been called."""
+    model = _uncompiled(model)
+    if not isinstance(model, nn.Module):
+        return None
+    named = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in named if nn.parameter.is_lazy(tensor)), None)
 
 
 def _explained(model: Callable[..., Any], error: Exception) -> ExplainError:
@@ -213,14 +230,16 @@ class _Replica:
             return self.memo[id(tensor)]
         if tensor.device.type == "meta" and is_dtensor(tensor):
             fake = dtensor_like(tensor, self._fake)
-        elif tensor.device.type == "meta" or is_fake(tensor):
+        elif tensor.device.type == "meta" or is_fake(tensor) or _made_in_inference_mode(tensor):
+            # of this mode and no other; the fake of an inference tensor would be one, which no backward takes
             device = self.device if tensor.device.type == "meta" else tensor.device
             with self.mode:
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         else:
             fake = self.mode.from_tensor(tensor, static_shapes=True)
         if isinstance(tensor, nn.Parameter) and not isinstance(fake, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=False)
+            with self.mode:  # not a mode that is on around
+                fake = nn.Parameter(fake, requires_grad=False)
         if fake.is_leaf:
             fake.requires_grad_(tensor.requires_grad)
         for name, value in vars(tensor).items():  # such as torch._dynamo.mark_dynamic leaves
@@ -228,6 +247,10 @@ class _Replica:
                 setattr(fake, name, value)
         self.memo[id(tensor)] = fake
         return fake
+
+
+def _made_in_inference_mode(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_inference()
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -359,16 +382,20 @@ def _attention(
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` as one fused CUDA kernel, called on fake CPU tensors.
 
-    What it keeps for the backward is then what the target would keep: not the [S, S] scores.
+    What it keeps for the backward is then what the target would keep: not the [S, S] scores. Flash attention takes
+    values as wide as queries only, and neither kernel broadcasts.
     """
-    if query.dim() != 4 or query.device.type != "cpu":
+    batches, heads = {tensor.shape[0] for tensor in (query, key, value)}, {key.shape[-3], query.shape[-3]}
+    broadcasts = len(batches) > 1 or (len(heads) > 1 and not enable_gqa)
+    if query.dim() != 4 or broadcasts or query.device.type != "cpu":
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and half and query.shape[-1] == value.shape[-1]:
         return aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]

@@ -24,18 +24,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import explain_trace
 from .explain_trace import ExplainError, GraphTrace
 from .hardware import Hardware
 from .interconnect import INTERCONNECTS
-from .options import Options
+from .options import OptionError, Options
 from .parallelized import Parallelize, parallelized
 from .partition import Partitioner
 from .passes import Pipeline, rowwise_scales_on
 from .recipe import Role
 from .report import Decision, GraphReport, MergeDecision
+from .torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from .communication import Communication, World
@@ -259,6 +260,11 @@ def explain(
         TypeError: for a world and a model that is no module.
         ExplainError: if the model cannot be copied or traced.
     """
+    for name, value in options.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            raise OptionError(
+                f"{name} is no option but an input: inputs by name go into kwargs={{{name!r}: ...}}"
+            )
     parsed = Options.parse({**options, "target": target})
     if not callable(model):
         raise TypeError(f"model must be a module or a function, got {type(model).__name__}")

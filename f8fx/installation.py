@@ -24,16 +24,14 @@ class _Installed:
 
     Attributes:
         replaced: what Inductor's entry was.
-        entry: what it became.
         ended: it calls what it replaced. It may still be called, where others have wrapped it since.
     """
 
     replaced: Any
-    entry: Any = None
     ended: bool = False
 
 
-#: The last one is in force.
+#: Those in force; of several the last one holds.
 _INSTALLED: list[_Installed] = []
 
 
@@ -55,7 +53,7 @@ def install(**options: Any) -> None:
 def uninstall() -> None:
     """Restores the stock backend, or what was there; does nothing if nothing is installed."""
     while _INSTALLED:
-        _pop()
+        _remove(_INSTALLED[-1])
 
 
 @contextmanager
@@ -64,14 +62,14 @@ def installed(**options: Any) -> Iterator[None]:
 
     Dynamo compiles at the first call, not at ``torch.compile``: run the model once inside the block.
     """
-    _push(options)
+    this = _push(options)
     try:
         yield
     finally:
-        _pop()
+        _remove(this)
 
 
-def _push(options: dict[str, Any]) -> None:
+def _push(options: dict[str, Any]) -> _Installed:
     parsed = Options.parse(options)
     module = compile_fx_module()
     this = _Installed(module.compile_fx)
@@ -89,17 +87,20 @@ def _push(options: dict[str, Any]) -> None:
             return original(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
         return compile_graph(model_, example_inputs_, parsed, original, config_patches, kwargs)
 
-    this.entry = module.compile_fx = compile_fx
+    compile_fx.installation = this  # type: ignore[attr-defined]
+    module.compile_fx = compile_fx
     _INSTALLED.append(this)
+    return this
 
 
-def _pop() -> None:
-    if not _INSTALLED:  # uninstall() inside a block has done it already
+def _remove(this: _Installed) -> None:
+    if this.ended:  # uninstall() inside a block has done it already
         return
-    last = _INSTALLED.pop()
-    last.ended = True
+    this.ended = True
+    _INSTALLED.remove(this)
     module = compile_fx_module()
-    if module.compile_fx is last.entry:
+    # others may lie over it, of another thread's block, say: they pass it over
+    while (last := getattr(module.compile_fx, "installation", None)) is not None and last.ended:
         module.compile_fx = last.replaced
 
 

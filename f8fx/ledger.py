@@ -8,7 +8,7 @@ earlier decisions makes the wait shorter:
   otherwise decides anew and finds that out. Such repetitions are noted: a rank may be behind others that have made
   the same one and then decided otherwise;
 * if all have decided as this one does, but also otherwise, it goes on after :data:`ALONE`: it decides alone, say because
-  only its batch has another size;
+  only its batch has another size. Whether others use what it uses is then to be seen in each use (:func:`others_known`);
 * if the others have decided before, but never as this one does, and do not come within :data:`ANEW`, they will not: they
   go on as decided before, and this rank alone would not. That is an error.
 
@@ -73,17 +73,42 @@ class Matter(ABC):
         """Others have not decided at all."""
 
 
+#: What this process has agreed on in each matter, in full; per rank, for tests in which threads are ranks.
+_AGREED: dict[Any, list[tuple[str, ...]]] = {}
+
+
+def others_known(matter: Matter) -> list[tuple[str, ...]]:
+    """Other decisions that all ranks have agreed on in a matter: whoever uses one must then make sure that all do.
+
+    Ranks agree at the same place of their programs, so all of them get the same answer.
+    """
+    return [decided for decided in _AGREED.get(_key(matter), ()) if decided != matter.decided]
+
+
+def _key(matter: Matter) -> Any:
+    found = process_store()
+    return None if found is None else (found[1], matter.ranks, matter.about)
+
+
 def agree(matter: Matter) -> None:
     """Returns once all ranks have decided alike.
 
     Raises:
         RankDisagreement: if one decided differently, or not at all within the process group's timeout.
     """
-    timeout = group_timeout(matter.group) or TIMEOUT
-    found = process_store()
-    if found is None:
+    if (found := process_store()) is None:
         return
-    store, rank = found
+    first = _agree(matter, *found)
+    known = _AGREED.setdefault(_key(matter), [])
+    if first:  # with other processes than before
+        known.clear()
+    if matter.decided not in known:
+        known.append(matter.decided)
+
+
+def _agree(matter: Matter, store: Any, rank: int) -> bool:
+    """:func:`agree`; whether it is this rank's first decision in the matter."""
+    timeout = group_timeout(matter.group) or TIMEOUT
     ledger = _Ledger(store, f"f8fx/{_digest([matter.ranks, matter.about])}", rank)
     history = ledger.decided([*{*matter.ranks, rank}])
     before, mine = history.pop(rank), ledger.write(matter.decided)
@@ -101,9 +126,7 @@ def agree(matter: Matter) -> None:
             if theirs and theirs != (mine,) and not is_behind(decisions):
                 ledger.decide(before.then(mine))  # the other one waits for it
                 raise RankDisagreement(
-                    matter.differs(
-                        *_first_difference(rank, matter.decided, other, ledger.read(other, theirs[0]))
-                    )
+                    matter.differs(*_difference(rank, matter.decided, other, ledger.read(other, theirs[0])))
                 )
 
     def wait(limit: timedelta, is_done: Callable[[_History], bool]) -> list[int]:
@@ -122,25 +145,25 @@ def agree(matter: Matter) -> None:
     compare(history)
     if all({*decisions.agreed} == {mine} for decisions in everybody):
         ledger.decide(before.repeated(mine))
-        return
+        return False
     if any(is_behind(decisions) for decisions in history.values()):
         ledger.decide(before.repeated(mine))
         wait(min(ALONE, timeout), is_behind)
-        return
+        return False
     limit = min(ALONE, timeout) if agreed else min(ANEW, timeout / 2) if anew else timeout
     ledger.decide(before.then(mine))
     waiting = wait(limit, lambda decisions: len(decisions.agreed) > len(before.agreed))
     if not waiting:
-        return
+        return not before.agreed
     # so that the next decision of all counts as one
     ledger.decide(before.repeated(mine) if agreed else before)
     if agreed:
-        return
+        return False
     others, seconds = ", ".join(map(str, waiting)), limit.total_seconds()
     if not anew:
         raise RankDisagreement(matter.missing(rank, others, seconds))
     earlier = ledger.read(waiting[0], ledger.decided(waiting)[waiting[0]].agreed[-1])
-    difference = _first_difference(rank, matter.decided, waiting[0], earlier)
+    difference = _difference(rank, matter.decided, waiting[0], earlier)
     raise RankDisagreement(matter.alone(rank, others, seconds, *difference))
 
 
@@ -195,8 +218,13 @@ def _digest(parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _first_difference(rank: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> tuple[int, str]:
-    for index, (here, there) in enumerate(itertools.zip_longest(mine, theirs)):
-        if here != there:
-            return index, f"{here or 'none'!r} on rank {rank} and {there or 'none'!r} on rank {other}"
+def _difference(rank: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> tuple[int, str]:
+    return first_difference(f"on rank {rank}", mine, f"on rank {other}", theirs)
+
+
+def first_difference(here: str, mine: Sequence[str], there: str, theirs: Sequence[str]) -> tuple[int, str]:
+    """The first part in which two decisions differ: its index, and what it is where."""
+    for index, (one, other) in enumerate(itertools.zip_longest(mine, theirs)):
+        if one != other:
+            return index, f"{one or 'none'!r} {here} and {other or 'none'!r} {there}"
     raise AssertionError("the decisions are the same")

@@ -160,8 +160,10 @@ class Options:
 
 
 def _unknown(what: str, value: object, allowed: Iterable[str | None]) -> str:
+    allowed = list(allowed)
     known = sorted(map(str, allowed))
-    near = difflib.get_close_matches(str(value).lower(), known, n=2, cutoff=0.5)
+    names = sorted(name for name in allowed if name is not None)
+    near = difflib.get_close_matches(str(value).lower(), names, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     return f"unknown {what} {value!r}{hint} (known: {', '.join(known)})"
 

@@ -224,7 +224,7 @@ class Recipe:
         """
         if isinstance(config, str):
             return Recipe.named(config)
-        if not hasattr(config, "cast_config_input"):
+        if isinstance(config, type) or not hasattr(config, "cast_config_input"):
             name = getattr(config, "value", None)  # torchao's names are an enum of strings
             if isinstance(name, str):
                 return Recipe.named(name)

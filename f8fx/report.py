@@ -129,12 +129,14 @@ class Traffic:
         gathers: the graph's all-gathers before the passes, in order.
         sends: all-gathers, and reductions of amaxes, after them.
         group: the group's name, which other processes may not know it by.
+        training: whether the graph holds a backward.
     """
 
     ranks: tuple[int, ...]
     gathers: tuple[str, ...]
     sends: tuple[str, ...]
     group: str = ""
+    training: bool = False
 
 
 @dataclass
@@ -258,10 +260,8 @@ class GraphReport:
             )
             for m in data.get("merges", ())
         ]
-        traffic = [
-            Traffic(tuple(t["ranks"]), tuple(t["gathers"]), tuple(t["sends"]), t.get("group", ""))
-            for t in data.get("traffic", ())
-        ]
+        tuples = ("ranks", "gathers", "sends")
+        traffic = [Traffic(**{**t, **{k: tuple(t[k]) for k in tuples}}) for t in data.get("traffic", ())]
         lists = {"decisions": decisions, "merges": merges, "gathers": gathers, "traffic": traffic}
         return GraphReport(**{**data, **lists})
 

@@ -107,7 +107,8 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
     if unused:
         warnings.warn(
             "f8fx: no weight was reused inside reuse_weights: the model is to be compiled with "
-            'backend="f8fx", options={"weights": "reused"}, and some of its matmuls converted',
+            'backend="f8fx", options={"weights": "reused"}, and some of its converted matmuls are to read parameters '
+            "themselves; weights that the graph computes (weight_norm, masks, W + B @ A) are cast in every call",
             stacklevel=3,
         )
 

@@ -38,10 +38,10 @@ def gathers(graph: fx.Graph) -> Sent:
     return {group: tuple(texts) for group, texts in found.items()}
 
 
-def traffic(before: Sent, after: Sent) -> list[Traffic]:
+def traffic(before: Sent, after: Sent, training: bool) -> list[Traffic]:
     """For each group with gathers, what was sent over it and what is."""
     return [
-        Traffic(group_ranks(group), texts, after.get(group, ()), process_group(group).group_name)
+        Traffic(group_ranks(group), texts, after.get(group, ()), process_group(group).group_name, training)
         for group, texts in before.items()
         if len(group_ranks(group)) > 1
     ]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from f8fx import ledger, peers
-from f8fx.agreement import confirm
-from f8fx.ledger import RankDisagreement
+from f8fx import agreement, ledger, peers
+from f8fx.agreement import _Graph, checked, confirm
+from f8fx.ledger import RankDisagreement, others_known
 from f8fx.peers import Peers
 from f8fx.report import Traffic
 
@@ -37,6 +40,7 @@ def ranks(store, monkeypatch):
     monkeypatch.setattr(ledger, "process_store", lambda: (store, current.rank))
     monkeypatch.setattr(ledger, "group_timeout", lambda group: current.timeout)
     monkeypatch.setattr(ledger, "ALONE", timedelta(seconds=0.5))
+    monkeypatch.setattr(ledger, "_AGREED", {})
 
     def run(*calls):
         def one(rank, call):
@@ -126,6 +130,77 @@ def test_a_rank_that_compiles_one_of_several_graphs_again_alone_goes_on(ranks):
     # and is not one ahead of the others from then on
     found = ranks(sending(*BEFORE), sending(*BEFORE), sending(*MOVED))
     assert [type(error) for error in found] == [RankDisagreement] * 3
+
+
+def test_training_and_evaluation_are_decided_apart(ranks):
+    assert ranks(*[sending(*BEFORE, timeout=LONG)] * 3) == [None] * 3
+    (traffic,) = sending(*BEFORE).traffic
+    training = replace(traffic, sends=MOVED, training=True)
+    assert ranks(*[Sending([training], LONG, 0.0)] * 3) == [None] * 3
+    known = Calling(lambda _: torch.tensor(len(others_known(_Graph.of(training)))))
+    assert ranks(*[known] * 3) == [0] * 3
+
+
+# -- in each call
+
+
+@pytest.fixture
+def calls(ranks, monkeypatch):
+    """What a rank's graph does in a call, and how often it asked the others, who run ``others[0]``, before that."""
+    asked, others = [], []
+
+    def same_on_all(digest, group, device):
+        asked.append(digest)
+        return torch.tensor(asked[0] == digest if others else True)
+
+    monkeypatch.setattr(agreement, "same_on_all", same_on_all)
+
+    def call(*sends):
+        run = checked(lambda x: x + 1, sending(*sends).traffic, [torch.ones(1)])
+        (result,) = ranks(Calling(run))
+        return result
+
+    return call, asked, others
+
+
+@dataclass
+class Calling:
+    run: Callable[..., Any]
+    timeout: timedelta = LONG
+    after: float = 0.0
+
+    def __call__(self):
+        return self.run(torch.ones(1)).item()
+
+
+def test_a_graph_of_which_all_have_one_is_not_compared_in_calls(ranks, calls):
+    call, asked, _ = calls
+    for _ in range(2):
+        assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
+    assert call(*MOVED) == 2 and not asked
+
+
+def test_graphs_of_two_decisions_are_compared_in_each_call(ranks, calls):
+    call, asked, others = calls
+    for sends in (MOVED, BEFORE):
+        assert ranks(*[sending(*sends, timeout=LONG)] * 3) == [None] * 3
+    assert call(*MOVED) == call(*MOVED) == 2
+    assert len(asked) == 2
+    others.append(MOVED)
+    error = call(*BEFORE)
+    assert isinstance(error, RankDisagreement)
+    assert f"Collective 0 would be '{BEFORE[0]}' on this rank and '{MOVED[0]}' on another" in str(error)
+
+
+def test_what_other_processes_agreed_on_before_is_not_compared(ranks, calls, monkeypatch):
+    call, asked, _ = calls
+    for sends in (MOVED, BEFORE):
+        assert ranks(*[sending(*sends, timeout=LONG)] * 3) == [None] * 3
+    fresh = dist.HashStore()
+    rank = ledger.process_store
+    monkeypatch.setattr(ledger, "process_store", lambda: (fresh, rank()[1]))
+    assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
+    assert call(*MOVED) == 2 and not asked
 
 
 def test_a_rank_that_decides_anew_alone_is_an_error_on_it(ranks):

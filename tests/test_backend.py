@@ -452,6 +452,23 @@ def test_uninstall_inside_a_block():
     assert compile_fx_module().compile_fx is original
 
 
+def test_blocks_that_do_not_end_in_order():
+    """Of two threads, say: who leaves ends its own options, and no other's."""
+    module = compile_fx_module()
+    original = module.compile_fx
+    first, second = (
+        f8fx.installed(select="all", executor="eager", recipe=r) for r in ("tensorwise", "rowwise")
+    )
+    with recording() as reports:
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        stock(Net())(randn(16, 32))
+        second.__exit__(None, None, None)
+    assert [report.recipe for report in reports] == ["rowwise"]
+    assert module.compile_fx is original
+
+
 def test_uninstall_leaves_what_others_have_put_over_it(monkeypatch):
     """Tools that wrap Inductor's entry while f8fx is installed stay; below them f8fx is gone, and what it replaced is back."""
     module, calls = compile_fx_module(), []

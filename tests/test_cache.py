@@ -154,6 +154,24 @@ def test_names_in_checkpointed_regions_are_in_the_key():
     assert key(Net("a")).uuid == key(Net("a")).uuid != key(Net("b")).uuid
 
 
+def test_what_checkpointed_regions_compute_is_in_the_key_of_the_record():
+    """Two bodies of the same number of operations: in float32 nothing is converted, in float16 the matmul is."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.weight, self.dtype = nn.Parameter(randn(32, 48)), dtype
+
+        def body(self, x):
+            return (x.to(self.dtype) @ self.weight.to(self.dtype)).to(x.dtype)
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    assert key(Net(torch.float16)).graph == key(Net(torch.float16)).graph != key(Net(torch.float32)).graph
+
+
 def test_which_inputs_are_parameters_is_in_the_key():
     """It decides which operand of a matmul is the weight, and the graphs of these two are equal."""
 

@@ -121,6 +121,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "    from tests.helpers import Experts\n"
         "    x = torch.ones(48, 32, dtype=torch.bfloat16)\n"
         "    return Experts().bfloat16(), (x, torch.tensor([16, 0, 20, 12]))\n"
+        "def named(): return torch.nn.Linear(32, 32).bfloat16(), {'input': torch.ones(16, 32).bfloat16()}\n"
         "number = 3\n"
     )
     (tmp_path / "needs_something.py").write_text("import surely_not_installed\n")
@@ -142,7 +143,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("explained_model:number", "has no function 'number'"),
         (
             "explained_model:bare",
-            "must return (model, args), args a tuple or list of the model's inputs; it returned Linear",
+            "must return (model, args), args a tuple or list of the model's inputs, or a dict of them by name; it returned Linear",
         ),
         ("explained_model:three", "it returned a tuple of 3"),
         ("explained_model:no_nest", "args was Tensor"),
@@ -184,6 +185,21 @@ def test_explain_takes_a_list_of_inputs(capsys: Capture, user_module: str):
     assert "32 x 32" in capsys.readouterr().out
 
 
+def test_explain_takes_inputs_by_name(capsys: Capture, user_module: str):
+    assert main(["explain", f"{user_module}:named", "--select", "all", "--json", "-"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [["--copies", "both"], ["--param-dtype", "bfloat16"], ["--reduce-dtype", "float32"]]
+)
+def test_explain_refuses_what_is_about_ranks_without_any(
+    capsys: Capture, user_module: str, options: list[str]
+):
+    wrong = _fails_with_usage(capsys, "explain", f"{user_module}:good", *options)
+    assert f"{options[0]}: is about what ranks send; give --world or --mesh too" in wrong
+
+
 @pytest.mark.parametrize(("experts", "converted"), [([], 0), (["--experts", "convert"], 4)])
 def test_explain_looks_at_experts_if_asked(
     capsys: Capture, user_module: str, experts: list[str], converted: int
@@ -202,6 +218,7 @@ def test_explain_looks_at_experts_if_asked(
         (["--filter-fqns", "0", "2"], 0),
         (["--option", "filter_fn=no"], None),
         (["--option", "merge=never", "--option", "pad=never"], 6),
+        (["--option", "debug=True", "--option", "rowwise_scales=None"], 6),
     ],
 )
 def test_explain_takes_the_options_of_the_backend(
@@ -220,6 +237,7 @@ def test_explain_takes_the_options_of_the_backend(
     [
         ("merge", "--option: must be KEY=VALUE, got 'merge'"),
         ("merge=always", "merge"),
+        ("rowwise_scales=non", "unknown value of rowwise_scales: 'non' (known: None, in_gemm, torchao)"),
         ("mergw=never", "did you mean 'merge'?"),
         ("recipe=rowwise", "recipe has an argument of its own, --recipe"),
         ("filter_fqns=a", "--filter-fqns"),

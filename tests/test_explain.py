@@ -6,6 +6,9 @@ import io
 import json
 import re
 import resource
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -443,6 +446,107 @@ def test_names_are_escaped():
     e = f8fx.explain(meta_mlp(), meta_input(64, 2048))
     e.model = "<script>alert(1)</script>"
     assert "<script>alert" not in e.to_html()
+
+
+def test_a_stance_of_the_users_holds_for_calls_only():
+    for stance in ("force_eager", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            assert f8fx.explain(meta_mlp(), meta_input(64, 2048)).total == 5
+
+
+def test_what_dynamo_did_not_trace_is_not_called_free_of_matmuls():
+    shown = io.StringIO()
+    with torch._dynamo.config.patch(disable=True):
+        f8fx.explain(meta_mlp(), meta_input(64, 2048)).print(shown)
+    assert "none: Dynamo traced nothing of it" in shown.getvalue()
+
+
+def test_inputs_by_name_are_asked_for_as_such():
+    with pytest.raises(f8fx.OptionError, match=r"x is no option but an input: .* kwargs=\{'x': ...\}"):
+        f8fx.explain(meta_mlp(), x=meta_input(64, 2048))
+
+
+def test_a_lazy_module_is_to_be_called_first():
+    model = nn.Sequential(nn.LazyLinear(32))
+    with pytest.raises(
+        ExplainError, match=r"0\.weight of Sequential has no shape yet: call the model once before"
+    ):
+        f8fx.explain(model, torch.ones(4, 32))
+
+
+def test_models_made_of_fakes():
+    from torch._subclasses import FakeTensorMode
+
+    def explained() -> int:
+        return f8fx.explain(model, torch.empty(16, 32, dtype=bf16), select="all").converted
+
+    with FakeTensorMode():
+        model = nn.Linear(32, 32, dtype=bf16)
+        assert explained() == 2
+    assert explained() == 2
+
+
+def test_frozen_weights_made_in_inference_mode():
+    """Eager autograd refuses to save them; what f8fx compiles saves what it may."""
+    with torch.inference_mode():
+        frozen = nn.Linear(32, 32, bias=False, dtype=bf16).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False, dtype=bf16), frozen)
+    x = torch.ones(16, 32, dtype=bf16, requires_grad=True)
+    with f8fx.recording() as reports:
+        compiled(model)(x).sum().backward()
+    assert f8fx.explain(model, x, select="all").converted == reports[0].converted == 5
+
+
+@pytest.mark.parametrize("batch", [2, 1], ids=["one batch", "broadcast"])
+@pytest.mark.parametrize("heads", [4, 2], ids=["heads", "shared heads"])
+def test_attention_that_flash_attention_does_not_take(batch: int, heads: int):
+    """Values narrower than queries (DeepSeek's), queries of another batch size."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4 * 16, 32, bias=False, dtype=bf16)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=heads < 4)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    def made(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=bf16, requires_grad=True)
+
+    inputs = made(batch, 4, 8, 32), made(2, heads, 8, 32), made(2, heads, 8, 16)
+    e = f8fx.explain(Attention(), *inputs, select="all")
+    assert [row.m for row in e.rows if row.fqn == "out" and row.role == "output"] == [16]
+    assert any(row.fqn != "out" for row in e.rows) == (batch == 1)  # else one kernel
+
+
+def test_other_threads_compile_meanwhile():
+    """What they compiled stays, and nothing of it is freed while it runs."""
+    model, x, ended, compiles = meta_mlp(), meta_input(64, 2048), threading.Event(), []
+    functions: list[int] = []
+
+    def counting(gm: torch.fx.GraphModule, _: object) -> object:
+        compiles.append(1)
+        return gm.forward
+
+    def compile_and_call() -> None:
+        while not ended.is_set():
+
+            def shift(x: Tensor) -> Tensor:
+                return x + 1
+
+            own = types.FunctionType(shift.__code__.replace(), shift.__globals__)
+            call = torch.compile(own, backend=counting)
+            functions.append(1)
+            for _ in range(20):
+                call(torch.ones(3))
+
+    with ThreadPoolExecutor(3) as pool:
+        others = pool.submit(compile_and_call)
+        found = list(pool.map(lambda _: f8fx.explain(model, x).total, range(2)))
+        ended.set()
+        others.result()
+    assert found == [5, 5] and len(compiles) == len(functions)
 
 
 def test_nothing_to_explain():

@@ -22,6 +22,11 @@ def test_presets_mean_what_torchao_means(name):
     assert Recipe.from_torchao(Float8LinearRecipeName(name)) is PRESETS[name]
 
 
+def test_from_torchao_wants_a_config_and_not_its_class():
+    with pytest.raises(TypeError, match=r"takes a torchao\.float8\.Float8LinearConfig"):
+        Recipe.from_torchao(torchao.Float8LinearConfig)
+
+
 def test_from_torchao_says_what_it_takes():
     with pytest.raises(ValueError, match="did you mean 'tensorwise'"):
         Recipe.from_torchao("tensorwize")

@@ -791,6 +791,16 @@ def test_a_block_in_which_nothing_is_reused_says_so():
         pass
 
 
+def test_weights_that_the_graph_computes_are_named_as_not_reused():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32, bias=False, dtype=bf16))
+    f8 = compiled(model, weights="reused")
+    with (
+        pytest.warns(UserWarning, match="weights that the graph computes .* are cast in every call"),
+        f8fx.reuse_weights(model),
+    ):
+        f8(x16()).sum().backward()
+
+
 def test_evaluation_between_microbatches():
     model, x, grad = Net(), x16(), randn(16, 32, grad=False, seed=5)
     f8 = compiled(model, weights="reused")

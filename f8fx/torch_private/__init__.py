@@ -45,6 +45,7 @@ from .distributed import (
     process_group,
     process_store,
     process_store_read,
+    same_on_all,
 )
 from .dynamo import (
     begins_anew,
@@ -203,6 +204,7 @@ __all__ = [
     "process_store_read",
     "reshard_group",
     "reshards_after_forward",
+    "same_on_all",
     "saved_tensors_are_read",
     "schema_of",
     "set_gather_outputs",

@@ -104,6 +104,17 @@ def group_backends() -> list[str]:
     return kinds if len(kinds) == 1 else [f"{name}={backend}" for name, backend in named]
 
 
+def same_on_all(value: int, group: Any, device: torch.device) -> torch.Tensor:
+    """Whether all ranks of a group call this with one value: a bool on the device, one small all-reduce.
+
+    No value travels between the device and the host.
+    """
+    extremes = torch.full((2,), value, dtype=torch.int64, device=device)
+    extremes[1].neg_()
+    largest = c10d.wait_tensor(c10d.all_reduce(extremes, "max", group))
+    return largest[0] == -largest[1]
+
+
 def process_store() -> tuple[Any, int] | None:
     """The store that processes found each other through, and this one's rank (``_get_default_store``)."""
     from torch.distributed import distributed_c10d, get_rank, is_available, is_initialized

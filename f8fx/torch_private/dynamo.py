@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,40 +14,51 @@ from torch import fx, nn
 
 from .patch import patched_attribute
 
+_FORGETTING = threading.RLock()
+
 
 @contextmanager
-def unnoticed_by_dynamo() -> Iterator[None]:
-    """Whatever is compiled inside the block is forgotten after it, and nothing else is.
+def unnoticed_by_dynamo(backend: Any) -> Iterator[None]:
+    """What this thread compiles with a backend of its own inside the block is forgotten after it, and nothing else is.
 
-    Dynamo keeps, for each code object, what it compiled (``_debug_get_cache_entry_list``) and, for
-    each line of source, the sizes it saw, from which it later guesses what is dynamic
-    (``torch._dynamo.pgo``). ``torch.compiler.reset()`` would clear both for everybody.
+    Dynamo keeps, for each code object, what it compiled (``_debug_get_cache_entry_list``), whether it is to be
+    skipped, and, for each line of source, the sizes it saw, from which it later guesses what is dynamic
+    (``torch._dynamo.pgo``). ``torch.compiler.reset()`` would clear all of it for everybody. Other threads may compile and run
+    meanwhile; the sizes that those see are forgotten too. Blocks of several threads wait for each other.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo import convert_frame, pgo
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
-    def codes() -> list[Any]:
-        return [code for code in (seen() for seen in convert_frame.input_codes.seen) if code is not None]
+    tracker, this_thread = convert_frame.input_codes, threading.get_ident()
+    visited: dict[int, tuple[types.CodeType, bool]] = {}  # by id: code, and whether Dynamo knew it before
+    add = tracker.add
 
-    before = {
-        id(code): [id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)] for code in codes()
-    }
-    known = set(before)
-    kept = codes()  # alive until the end, so that no id is used twice
-    with patched_attribute(pgo, "_CODE_STATE", type(pgo.get_code_state())(pgo.CodeState)):
+    def noted(code: types.CodeType) -> None:
+        if threading.get_ident() == this_thread:
+            visited.setdefault(id(code), (code, code in tracker))
+        add(code)
+
+    with (
+        _FORGETTING,
+        patched_attribute(pgo, "_CODE_STATE", type(pgo.get_code_state())(pgo.CodeState)),
+        patched_attribute(tracker, "add", noted),
+    ):
         try:
             yield
         finally:
-            for code in codes():
-                if id(code) not in known:
-                    reset_code(code)
-                    continue
-                for entry in _debug_get_cache_entry_list(code):
-                    manager = entry.guard_manager
-                    if id(manager) not in before[id(code)] and manager.extra_state is not None:
-                        manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("explained"))
-            del kept
+            with convert_frame.compile_lock:  # others are at none of these
+                for code, known in visited.values():
+                    entries = _debug_get_cache_entry_list(code)
+                    ours = [e for e in entries if getattr(e.backend, "compiler_fn", None) is backend]
+                    if not known and len(ours) == len(entries):
+                        reset_code(code)
+                        continue
+                    for entry in ours:
+                        if entry.guard_manager.extra_state is not None:
+                            entry.guard_manager.extra_state.invalidate(
+                                entry, DeletedGuardManagerWrapper("explained")
+                            )
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from f8fx import explain, ops, recording
+from f8fx.ledger import RankDisagreement
 from f8fx.passes import Collectives, check
 from f8fx.passes.rewrite import Provenance
 from f8fx.torch_private import group_timeout
@@ -336,6 +337,18 @@ def check_ranks_that_decide_differently_get_an_error():
     filters = {"filter_fqns": ["gate"]} if dist.get_rank() else {}
     with pytest.raises(Exception, match="ranks decided differently about one graph"):
         compiled(sharded(), **filters)(randn(2, 16, 128))
+
+
+def check_ranks_that_run_graphs_of_two_decisions_get_an_error():
+    """All have compiled both, for few rows and for many; then one has few and nobody compiles."""
+    for recipe, training in (("tensorwise", True), ("rowwise", False)):
+        f8 = compiled(sharded(), recipe=recipe, dynamic=False, filter_fn=lambda fqn, gemm: int(gemm.m) >= 32)
+        with torch.set_grad_enabled(training):
+            for rows in (64, 16, 64, 16):
+                f8(randn(rows, 128))
+            with pytest.raises(RankDisagreement, match="ranks run graphs that were decided differently"):
+                f8(randn(16 if dist.get_rank() else 64, 128))
+            f8(randn(64, 128))  # and nothing is left behind
 
 
 def check_a_rank_that_compiles_alone_waits_no_longer_than_its_group_would():
