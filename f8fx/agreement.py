@@ -43,11 +43,6 @@ def confirm(traffic: Sequence[Traffic]) -> None:
         agree(_Graph.of(one))
 
 
-def confirm_plain(traffic: Sequence[Traffic]) -> None:
-    """:func:`confirm` for a graph that is to run as if f8fx were not there."""
-    confirm(as_plain(traffic))
-
-
 def as_plain(traffic: Iterable[Traffic]) -> list[Traffic]:
     """What a graph sends that is to run as if f8fx were not there."""
     return [replace(one, sends=(_PLAIN,)) for one in traffic]

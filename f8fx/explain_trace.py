@@ -385,9 +385,13 @@ def _attention(
     What it keeps for the backward is then what the target would keep: not the [S, S] scores. Flash attention takes
     values as wide as queries only, and neither kernel broadcasts.
     """
-    batches, heads = {tensor.shape[0] for tensor in (query, key, value)}, {key.shape[-3], query.shape[-3]}
-    broadcasts = len(batches) > 1 or (len(heads) > 1 and not enable_gqa)
-    if query.dim() != 4 or broadcasts or query.device.type != "cpu":
+
+    def broadcasts() -> bool:
+        batch, heads = query.shape[:2]
+        other_batch = key.shape[0] != batch or value.shape[0] != batch
+        return other_batch or (not enable_gqa and key.shape[1] != heads)
+
+    if not query.dim() == key.dim() == value.dim() == 4 or broadcasts() or query.device.type != "cpu":
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -520,6 +520,18 @@ def test_attention_that_flash_attention_does_not_take(batch: int, heads: int):
     assert any(row.fqn != "out" for row in e.rows) == (batch == 1)  # else one kernel
 
 
+@pytest.mark.parametrize("dims", [2, 3, 4])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_of_any_rank(dims: int, dynamic: bool):
+    layer, shape = nn.Linear(16, 16, bias=False, dtype=bf16), (2, 4, 8, 16)[-dims:]
+
+    def attend(x: Tensor) -> Tensor:
+        return layer(F.scaled_dot_product_attention(x, x, x))
+
+    x = torch.ones(shape, dtype=bf16, requires_grad=True)
+    assert f8fx.explain(attend, x, select="all", dynamic=dynamic).total >= 3
+
+
 def test_other_threads_compile_meanwhile():
     """What they compiled stays, and nothing of it is freed while it runs."""
     model, x, ended, compiles = meta_mlp(), meta_input(64, 2048), threading.Event(), []
