@@ -24,7 +24,7 @@ import torch
 
 from .ledger import Matter, RankDisagreement, agree, first_difference, others_known
 from .report import Traffic
-from .torch_private import same_on_all
+from .torch_private import assert_on_device, same_on_all
 
 _PLAIN = "as without f8fx"
 _REMEDY = (
@@ -98,7 +98,7 @@ class _Graph(Matter):
             if not same:
                 raise RankDisagreement(message)
         else:
-            torch._assert_async(same, message)
+            assert_on_device(same, message)
 
     def differs(self, index: int, what: str) -> str:
         return (

@@ -34,6 +34,7 @@ from .aot import (
 )
 from .devices import busy_wait, is_present
 from .distributed import (
+    assert_on_device,
     c10d,
     fake_store,
     group_backend,
@@ -137,6 +138,7 @@ __all__ = [
     "Parts",
     "aot_backend",
     "as_strided_keeps_offsets",
+    "assert_on_device",
     "backward_was_interrupted",
     "begins_anew",
     "boxed",

@@ -115,6 +115,11 @@ def same_on_all(value: int, group: Any, device: torch.device) -> torch.Tensor:
     return largest[0] == -largest[1]
 
 
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """The device fails where a bool on it is false; the host does not wait (``_assert_async``)."""
+    torch._assert_async(condition, message)
+
+
 def process_store() -> tuple[Any, int] | None:
     """The store that processes found each other through, and this one's rank (``_get_default_store``)."""
     from torch.distributed import distributed_c10d, get_rank, is_available, is_initialized
