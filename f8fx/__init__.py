@@ -12,8 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backend import PassError, f8fx
+    from .backend import f8fx
     from .explanation import ExplainError, Explanation, explain
+    from .graph_pass import PassError
     from .hardware import Hardware
     from .installation import install, installed, uninstall
     from .options import OptionError, Options
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "PassError": "backend",
     "f8fx": "backend",
     "ExplainError": "explanation",
     "Explanation": "explanation",
     "explain": "explanation",
+    "PassError": "graph_pass",
     "Hardware": "hardware",
     "install": "installation",
     "installed": "installation",

@@ -1,7 +1,7 @@
 """The backend: options -> pipeline -> Inductor.
 
 ``torch.compile(model, backend="f8fx")`` calls :func:`f8fx` with Dynamo's graph. It hands the graph to
-Inductor's ``compile_fx`` with one addition, the :class:`GraphPass` in ``joint_custom_pre_pass``, so
+Inductor's ``compile_fx`` with one addition, the :class:`~f8fx.graph_pass.GraphPass` in ``joint_custom_pre_pass``, so
 that every Inductor feature stays the user's. Inductor's configuration is changed for one compile at a time
 only; what is global are the lowerings of our operators (:mod:`f8fx.lowerings`).
 """
@@ -20,20 +20,17 @@ import torch
 from torch import fx
 
 from . import ahead, canary, executor, halves, inference_inputs, lowerings, peers, weight_inputs
-from .agreement import as_plain, checked, confirm
+from .agreement import checked
 from .cache import CacheKey, load_report, load_weights, store_report, store_weights
+from .graph_pass import GraphPass, PassError
 from .options import Options, as_passes
 from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
-from .passes.backward import backward_nodes
-from .passes.decided import is_decided, mark_decided
 from .passes.halves import ANYTHING, NOTHING, ReadsOther
 from .passes.parameters import KnownInputs
-from .passes.traffic import gathers, traffic
-from .report import GraphReport, Traffic, log, publish
+from .report import GraphReport, log, publish
 from .resumed import name_modules
 from .torch_private import (
-    CustomGraphPass,
     begins_anew,
     check_version,
     compile_fx_module,
@@ -49,83 +46,7 @@ from .tuning import tuning
 CompileFx = Callable[..., Any]
 
 
-Run = Callable[[fx.GraphModule, Sequence[Any], "GraphPass | None"], Callable[..., Any]]
-
-
-class PassError(RuntimeError):
-    """A pass of f8fx failed; the cause is attached."""
-
-
-class GraphPass(CustomGraphPass):
-    """The pipeline as Inductor calls it: one object, with an honest cache key.
-
-    Args:
-        pipeline: the passes.
-        key: what the decisions depend on beyond the graph itself.
-        before: the passes a user had put into ``joint_custom_pre_pass``; they run first.
-        tuning: Inductor options for graphs that were rewritten (:mod:`f8fx.tuning`).
-        known: what is known of the inputs of the Dynamo graph.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        key: CacheKey,
-        before: Sequence[Any] = (),
-        tuning: Mapping[str, Any] = MappingProxyType({}),
-        known: KnownInputs = KnownInputs(),  # noqa: B008
-    ) -> None:
-        self.pipeline = pipeline
-        self.key = key
-        self.before = tuple(before)
-        self.tuning = tuning
-        self.known = known
-        self.reports: list[GraphReport] = []
-        #: on graphs that came with rewritten nodes in them; published where there is no other report
-        self.met_again: list[GraphReport] = []
-        #: what the graph sends, as agreed on by all ranks
-        self.confirmed: list[Traffic] = []
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for other in self.before:
-            other(graph)
-        if is_decided(graph):
-            # half of a nested region that was seen before it was split, or nodes that compiled autograd inlined
-            self.met_again.append(self.pipeline.rewritten(graph))
-            return
-        self.known.mark(graph)
-        before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
-        training = bool(backward_nodes(graph))
-        try:
-            report = self.pipeline(graph)
-        except FilterError:
-            raise  # the user's to mend, not ours to work around
-        except Exception as error:
-            # the graph can run as it was, if that is what happens on all ranks
-            self.confirm(as_plain(traffic(before, {}, training)))
-            raise PassError(f"{type(error).__name__}: {error}") from error
-        mark_decided(graph)
-        report.traffic = traffic(before, gathers(graph), training)
-        self.confirm(report.traffic)
-        self.reports.append(report)
-
-    def confirm(self, sent: list[Traffic]) -> None:
-        """Returns once all ranks have decided alike (:func:`f8fx.agreement.confirm`)."""
-        confirm(sent)
-        self.confirmed += sent
-
-    def begin_again(self, otherwise: Any) -> None:
-        """Forgets an attempt; the next one differs by ``otherwise``."""
-        forget_traced_regions()
-        self.key = self.key.extended(otherwise)
-        self.reports, self.met_again, self.confirmed = [], [], []
-
-    def uuid(self) -> Any:
-        """Key for Inductor's caches; ``None``, no caching, if any part has none."""
-        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
-        if self.key.uuid is None or any(other is None for other in others):
-            return None
-        return (self.key.uuid, *map(str, others))
+Run = Callable[[fx.GraphModule, Sequence[Any], GraphPass | None], Callable[..., Any]]
 
 
 def f8fx(

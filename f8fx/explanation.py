@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from . import explain_trace
-from .explain_trace import ExplainError, GraphTrace
+from .explain_replica import ExplainError, name_of
+from .explain_trace import GraphTrace
 from .hardware import Hardware
 from .interconnect import INTERCONNECTS
 from .options import OptionError, Options
@@ -277,7 +278,7 @@ def explain(
     with parallelized(model, world, parallelize) as on_rank:
         return _explained(
             on_rank,
-            explain_trace.name_of(model),
+            name_of(model),
             args,
             kwargs or {},
             dynamic,

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .backend import GraphPass, compile_graph
+from .backend import compile_graph
+from .graph_pass import GraphPass
 from .options import Options
 from .torch_private import compile_fx_module, compiles_ahead_of_time, joint_custom_pre_pass
 

@@ -18,8 +18,9 @@ from torch._inductor.utils import fresh_cache
 
 import f8fx
 from f8fx import Options, recording
-from f8fx.backend import GraphPass, _publish, compile_graph
+from f8fx.backend import _publish, compile_graph
 from f8fx.cache import CacheKey
+from f8fx.graph_pass import GraphPass
 from f8fx.passes import Pipeline, describe
 from f8fx.torch_private import (
     boxed,

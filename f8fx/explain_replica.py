@@ -1,0 +1,145 @@
+"""Copies of modules and functions whose tensors have shapes and no data, for :mod:`f8fx.explain_trace`.
+
+Every tensor of the copy is a *fake*, so that tracing it allocates nothing and leaves the user's model as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .parallelized import dtensor_like
+from .parts import is_dtensor
+from .torch_private import is_fake, tree_leaves, tree_map
+
+
+class ExplainError(RuntimeError):
+    """The model could not be copied or traced; the cause is attached."""
+
+
+class Replica:
+    """Copies of modules and functions in which every tensor is a fake; tied tensors stay tied."""
+
+    def __init__(self, mode: Any, everything: Any) -> None:
+        self.mode = mode
+        self.memo: dict[int, Any] = {}
+        devices = (leaf.device for leaf in _tensors(everything))
+        # a model on "meta" is explained on the device of its inputs, by default the CPU
+        self.device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+
+    def of_callable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose code object is its own: Dynamo keeps what it learns there."""
+        function = uncompiled(function)
+        if isinstance(function, types.FunctionType):
+            cells = tuple(
+                types.CellType(self._of_cell(cell.cell_contents)) for cell in function.__closure__ or ()
+            )
+            copied = types.FunctionType(
+                function.__code__.replace(),
+                function.__globals__,
+                function.__name__,
+                function.__defaults__,
+                cells,
+            )
+            copied.__kwdefaults__ = function.__kwdefaults__  # pyright: ignore[reportAttributeAccessIssue]
+            return copied
+        copied = self._deepcopy(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return copied(*args, **kwargs)
+
+        return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+
+    def _of_cell(self, content: Any) -> Any:
+        if isinstance(content, types.FunctionType):
+            return self.of_callable(content)
+        return self._deepcopy(content) if _tensors(content) else content
+
+    def of_inputs(self, inputs: Any) -> Any:
+        """The same nest of inputs with fakes for tensors."""
+        return tree_map(lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+
+    def _deepcopy(self, value: Any) -> Any:
+        for tensor in _tensors(value):
+            self._fake(tensor)
+        try:
+            return copy.deepcopy(value, self.memo)
+        except Exception as error:
+            raise ExplainError(
+                f"could not copy {name_of(value)} ({type(error).__name__}: {error}); explain traces a copy, "
+                "so that yours is left as it is"
+            ) from error
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self.memo:
+            return self.memo[id(tensor)]
+        if tensor.device.type == "meta" and is_dtensor(tensor):
+            fake = dtensor_like(tensor, self._fake)
+        elif tensor.device.type == "meta" or is_fake(tensor) or _made_in_inference_mode(tensor):
+            # of this mode and no other; the fake of an inference tensor would be one, which no backward takes
+            device = self.device if tensor.device.type == "meta" else tensor.device
+            with self.mode:
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
+        if isinstance(tensor, nn.Parameter) and not isinstance(fake, nn.Parameter):
+            with self.mode:  # not a mode that is on around
+                fake = nn.Parameter(fake, requires_grad=False)
+        if fake.is_leaf:
+            fake.requires_grad_(tensor.requires_grad)
+        for name, value in vars(tensor).items():  # such as torch._dynamo.mark_dynamic leaves
+            if name not in vars(fake):
+                setattr(fake, name, value)
+        self.memo[id(tensor)] = fake
+        return fake
+
+
+def _made_in_inference_mode(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_inference()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Every tensor in a nest of containers, modules (their plain attributes too) and functions."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif id(leaf) in seen:
+                continue
+            elif isinstance(leaf, nn.Module):
+                seen.add(id(leaf))
+                visit(dict(vars(leaf)))
+            elif isinstance(leaf, types.MethodType):
+                visit(leaf.__self__)
+            elif isinstance(leaf, functools.partial):
+                visit([leaf.func, leaf.args, leaf.keywords])
+            elif isinstance(leaf, types.FunctionType):
+                seen.add(id(leaf))
+                visit([cell.cell_contents for cell in leaf.__closure__ or ()])
+
+    visit(value)
+    return found
+
+
+def name_of(model: Callable[..., Any]) -> str:
+    """What to call a module or function."""
+    model = uncompiled(model)
+    return (
+        model.__class__.__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
+    )
+
+
+def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The module or function inside ``torch.compile(...)``."""
+    for attribute in ("_orig_mod", "_torchdynamo_orig_callable"):
+        model = getattr(model, attribute, model)
+    return model

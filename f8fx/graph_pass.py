@@ -1,0 +1,95 @@
+"""The pipeline as Inductor calls it: a graph pass with a cache key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from .agreement import as_plain, confirm
+from .cache import CacheKey
+from .passes import FilterError, Pipeline
+from .passes.backward import backward_nodes
+from .passes.decided import is_decided, mark_decided
+from .passes.parameters import KnownInputs
+from .passes.traffic import gathers, traffic
+from .report import GraphReport, Traffic
+from .torch_private import CustomGraphPass, forget_traced_regions
+
+
+class PassError(RuntimeError):
+    """A pass of f8fx failed; the cause is attached."""
+
+
+class GraphPass(CustomGraphPass):
+    """The pipeline as Inductor calls it: one object, with an honest cache key.
+
+    Args:
+        pipeline: the passes.
+        key: what the decisions depend on beyond the graph itself.
+        before: the passes a user had put into ``joint_custom_pre_pass``; they run first.
+        tuning: Inductor options for graphs that were rewritten (:mod:`f8fx.tuning`).
+        known: what is known of the inputs of the Dynamo graph.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        key: CacheKey,
+        before: Sequence[Any] = (),
+        tuning: Mapping[str, Any] = MappingProxyType({}),
+        known: KnownInputs = KnownInputs(),  # noqa: B008
+    ) -> None:
+        self.pipeline = pipeline
+        self.key = key
+        self.before = tuple(before)
+        self.tuning = tuning
+        self.known = known
+        self.reports: list[GraphReport] = []
+        #: on graphs that came with rewritten nodes in them; published where there is no other report
+        self.met_again: list[GraphReport] = []
+        #: what the graph sends, as agreed on by all ranks
+        self.confirmed: list[Traffic] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self.before:
+            other(graph)
+        if is_decided(graph):
+            # half of a nested region that was seen before it was split, or nodes that compiled autograd inlined
+            self.met_again.append(self.pipeline.rewritten(graph))
+            return
+        self.known.mark(graph)
+        before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
+        training = bool(backward_nodes(graph))
+        try:
+            report = self.pipeline(graph)
+        except FilterError:
+            raise  # the user's to mend, not ours to work around
+        except Exception as error:
+            # the graph can run as it was, if that is what happens on all ranks
+            self.confirm(as_plain(traffic(before, {}, training)))
+            raise PassError(f"{type(error).__name__}: {error}") from error
+        mark_decided(graph)
+        report.traffic = traffic(before, gathers(graph), training)
+        self.confirm(report.traffic)
+        self.reports.append(report)
+
+    def confirm(self, sent: list[Traffic]) -> None:
+        """Returns once all ranks have decided alike (:func:`f8fx.agreement.confirm`)."""
+        confirm(sent)
+        self.confirmed += sent
+
+    def begin_again(self, otherwise: Any) -> None:
+        """Forgets an attempt; the next one differs by ``otherwise``."""
+        forget_traced_regions()
+        self.key = self.key.extended(otherwise)
+        self.reports, self.met_again, self.confirmed = [], [], []
+
+    def uuid(self) -> Any:
+        """Key for Inductor's caches; ``None``, no caching, if any part has none."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
+        if self.key.uuid is None or any(other is None for other in others):
+            return None
+        return (self.key.uuid, *map(str, others))
