@@ -92,38 +92,54 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explains a model and returns the exit code."""
-    from f8fx.hardware import find
-
-    if args.target is not None:
-        try:
-            find(args.target)
-        except ValueError as error:
-            raise UsageError(f"--target: {error}") from None
+    _check_target(args.target)
     for option in ("json", "html"):
         path = getattr(args, option)
         if path is not None and (option, path) != ("json", "-"):
             _check_writable(f"--{option}", Path(path))
     world = _world(args)
-    backend_options = _backend_options(args)
+    options = {**_backend_options(args), **_options_of_world(args, world)}
     function = _function(args.model)
-    parallelize = _function(args.parallelize) if args.parallelize is not None else None
-    policy = {
-        "--copies": args.copies != "auto",
-        "--param-dtype": args.param_dtype,
-        "--reduce-dtype": args.reduce_dtype,
-    }
-    if world is None and (given := [option for option, value in policy.items() if value]):
-        raise UsageError(f"{given[0]}: is about what ranks send; give --world or --mesh too")
-    if parallelize is not None and (world is None or world.tp == 1):
-        raise UsageError(
-            "--parallelize: needs ranks to split over, such as --world 8x4 or --mesh fsdp=8,tp=4"
-        )
+    options["parallelize"] = _function(args.parallelize) if args.parallelize is not None else None
     try:
         made = function()
     except Exception as error:
         traceback.print_exc()
         print(f"f8fx explain: {args.model}() raised {type(error).__name__}", file=sys.stderr)
         return 1
+    model, inputs = _checked(args, made, world)
+
+    from f8fx.explanation import ExplainError, explain
+
+    try:
+        args_, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+        explanation = explain(model, *args_, kwargs=kwargs, **options)
+    except ExplainError as error:
+        print(f"f8fx explain: {error}", file=sys.stderr)
+        return 1
+    if args.json == "-":
+        print(json.dumps(explanation.to_dict(), indent=2))
+    else:
+        explanation.print()
+    if args.json not in (None, "-"):
+        _write("--json", Path(args.json), json.dumps(explanation.to_dict(), indent=2) + "\n")
+    if args.html is not None:
+        _write("--html", Path(args.html), explanation.to_html())
+    return 0
+
+
+def _check_target(name: str | None) -> None:
+    from f8fx.hardware import find
+
+    if name is not None:
+        try:
+            find(name)
+        except ValueError as error:
+            raise UsageError(f"--target: {error}") from None
+
+
+def _checked(args: argparse.Namespace, made: Any, world: World | None) -> tuple[Any, Any]:
+    """The model and its inputs, if that is what the user's function returned."""
     wanted = f"{args.model}() must return (model, args), args a tuple or list of the model's inputs, or a dict of them by name"
     if not (isinstance(made, tuple) and len(made) == 2):
         raise UsageError(f"{wanted}; it returned {_kind(made)}")
@@ -140,32 +156,30 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{option}: {args.model}() must return a module, it returned {type(model).__name__}"
             )
+    return model, inputs
 
+
+def _options_of_world(args: argparse.Namespace, world: World | None) -> dict[str, Any]:
+    """What is sent among the ranks, and in which dtypes."""
     import torch
 
-    from f8fx.explanation import ExplainError, explain
-
-    options: dict[str, Any] = {"world": world, "copies": args.copies, "parallelize": parallelize}
-    for name in ("param_dtype", "reduce_dtype"):
-        options[name] = (given := getattr(args, name)) and getattr(torch, given)
-    if args.target is not None:
-        options["target"] = args.target
-    options |= backend_options
-    try:
-        args_, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
-        explanation = explain(model, *args_, kwargs=kwargs, **options)
-    except ExplainError as error:
-        print(f"f8fx explain: {error}", file=sys.stderr)
-        return 1
-    if args.json == "-":
-        print(json.dumps(explanation.to_dict(), indent=2))
-    else:
-        explanation.print()
-    if args.json not in (None, "-"):
-        _write("--json", Path(args.json), json.dumps(explanation.to_dict(), indent=2) + "\n")
-    if args.html is not None:
-        _write("--html", Path(args.html), explanation.to_html())
-    return 0
+    policy = {
+        "--copies": args.copies != "auto",
+        "--param-dtype": args.param_dtype,
+        "--reduce-dtype": args.reduce_dtype,
+    }
+    if world is None and (given := [option for option, value in policy.items() if value]):
+        raise UsageError(f"{given[0]}: is about what ranks send; give --world or --mesh too")
+    if args.parallelize is not None and (world is None or world.tp == 1):
+        raise UsageError(
+            "--parallelize: needs ranks to split over, such as --world 8x4 or --mesh fsdp=8,tp=4"
+        )
+    dtypes = {name: getattr(args, name) for name in ("param_dtype", "reduce_dtype")}
+    return {
+        "world": world,
+        "copies": args.copies,
+        **{name: dtype and getattr(torch, dtype) for name, dtype in dtypes.items()},
+    }
 
 
 def _backend_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -185,6 +199,8 @@ def _backend_options(args: argparse.Namespace) -> dict[str, Any]:
         Options.parse(options)
     except OptionError as error:
         raise UsageError(str(error)) from None
+    if args.target is not None:
+        options["target"] = args.target
     return options
 
 
