@@ -40,6 +40,7 @@ from .torch_private import (
     forget_traced_regions,
     inductor_config,
     joint_custom_pre_pass,
+    repeatable_backwards,
 )
 from .tuning import tuning
 
@@ -109,7 +110,10 @@ def compile_graph(
     def attempt(graph: fx.GraphModule, keep_to_halves: bool) -> Callable[..., Any]:
         run = _runner(options, config, compile_fx, keep_to_halves)
         # a backward that fails must fail here, where there is something to fall back to
-        with contextlib.nullcontext() if options.strict else eager_backward_lowering():
+        with (
+            repeatable_backwards(),
+            contextlib.nullcontext() if options.strict else eager_backward_lowering(),
+        ):
             if options.weights == "dynamic":
                 return run(graph, example_inputs, graph_pass)
             return _run_with_weights(graph, example_inputs, options, config, graph_pass, run)

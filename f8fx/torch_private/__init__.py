@@ -15,6 +15,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``fsdp`` | FSDP and DTensor |
 | ``dynamo`` | Dynamo |
 | ``aot`` | AOTAutograd and its partitioner |
+| ``donated`` | what backwards may overwrite |
 | ``inductor`` | Inductor around a compile |
 | ``lowering`` | Inductor's lowerings and IR |
 | ``pointwise`` | Inductor's values as expressions |
@@ -48,6 +49,7 @@ from .distributed import (
     process_store_read,
     same_on_all,
 )
+from .donated import repeatable_backwards
 from .dynamo import (
     begins_anew,
     cause_of,
@@ -204,6 +206,7 @@ __all__ = [
     "process_group",
     "process_store",
     "process_store_read",
+    "repeatable_backwards",
     "reshard_group",
     "reshards_after_forward",
     "same_on_all",
