@@ -62,6 +62,7 @@ def register() -> None:
     table.register(ops.amax_both, lambda *tensors: amax_both(table, *tensors))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
     table.register(ops.materialize, lambda x: _materialize(table, x))
+    table.register(ops.rounded, table.rounded)
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
     table.register(ops.dequantize_both, lambda *args, **kwargs: _dequantize_both(table, *args, **kwargs))
     table.register(ops.relayout, lambda data, **kwargs: _relayout(table, data, **kwargs))

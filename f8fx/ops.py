@@ -1,4 +1,4 @@
-"""The intermediate representation: thirteen functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: fourteen functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
@@ -16,6 +16,8 @@
 ``concat``             tensors side by side, as one operand of a merged gemm; never written to memory:
                        ``amax``, ``column_sums`` and ``quantize`` of it read the parts where they lie
 ``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it
+``rounded``            the same tensor, with no more digits than its dtype has: a kernel that makes and reads it keeps
+                       the float32 it computed with otherwise
 ``grouped_mm``         float8 matmul of rows by the matrices of their experts, on devices for which PyTorch has none
 =====================  ====================================================================
 
@@ -57,6 +59,7 @@ _SCHEMAS = (
     "relayout(Tensor data, *, bool transpose=False, int[2] align=[1, 1]) -> Tensor",
     "concat(Tensor[] tensors, int dim) -> Tensor",
     "materialize(Tensor x) -> Tensor",
+    "rounded(Tensor x) -> Tensor",
     "grouped_mm(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor offsets, *, "
     "ScalarType dtype) -> Tensor",
 )
@@ -156,7 +159,7 @@ def _concat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(tensors), dim)
 
 
-def _materialize(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     return x.clone()
 
 
@@ -184,7 +187,8 @@ for _name, _implementation in (
     ("dequantize_both", _dequantize_both),
     ("relayout", _relayout),
     ("concat", _concat),
-    ("materialize", _materialize),
+    ("materialize", _copy),
+    ("rounded", _copy),
     ("grouped_mm", _grouped_mm),
 ):
     _LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
@@ -279,6 +283,7 @@ def _(data, *, transpose=False, align=(1, 1)):
 
 
 @torch.library.register_fake("f8fx::materialize", lib=_LIB)
+@torch.library.register_fake("f8fx::rounded", lib=_LIB)
 def _(x):
     return torch.empty_like(x)
 
@@ -310,6 +315,7 @@ dequantize_both = torch.ops.f8fx.dequantize_both.default
 relayout = torch.ops.f8fx.relayout.default
 concat = torch.ops.f8fx.concat.default
 materialize = torch.ops.f8fx.materialize.default
+rounded = torch.ops.f8fx.rounded.default
 grouped_mm = torch.ops.f8fx.grouped_mm.default
 
 #: Those that mark a tensor as float8 already. ``power_of_2`` says how the scale was made: it belongs to the
@@ -331,6 +337,7 @@ ALL = frozenset(
         relayout,
         concat,
         materialize,
+        rounded,
         grouped_mm,
     )
 )

@@ -23,6 +23,8 @@ What makes it exact
       floating-point maximum does with NaN is left to the backend; it may be dropped.
     * Movement operators (:mod:`passes.gather` lists them) act on float8 as they do on anything else. A
       rounding cast among them is done to the shard, first.
+    * A shard that was rounded when it was written to be sent is rounded where it is cast now (``f8fx.rounded``), in the
+      kernel that computes it.
     * A transposed or padded copy is made after the gather, from the float8 data: ``f8fx.quantize`` of a
       float8 tensor with scale one changes no element.
     * The padding of uneven shards is zeros, which change no amax.

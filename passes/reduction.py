@@ -87,7 +87,7 @@ def _hoistable(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> boo
     """Whether a value is there before `anchor`, or follows from what is by casts, views and an amax."""
     if order.get(node, -1) < order[anchor]:
         return True
-    can_move = is_movement(node) or node.target is ops.amax
+    can_move = is_movement(node) or node.target in (ops.amax, ops.rounded)
     return can_move and all(_hoistable(source, anchor, order) for source in node.all_input_nodes)
 
 

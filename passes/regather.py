@@ -18,13 +18,17 @@ from f8fx import ops
 
 from .commute import Copy, Move, Use, reduced_dim
 from .fake import set_value_by_layout
-from .gather import Reader, all_gather, shard_axes, wait_tensor
-from .operand import shape_of
+from .gather import Reader, all_gather, is_padding, shard_axes, wait_tensor
+from .in_memory import is_in_memory
+from .operand import base_of, shape_of
 from .reduction import Reduction, insert_reduction
 from .rewrite import MARKS, Inserter
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+#: Inductor computes on these as float32, and rounds what it writes to memory.
+_COMPUTED_AS_FLOAT32 = (torch.bfloat16, torch.float16)
 
 
 class Rewrite:
@@ -62,7 +66,7 @@ class Rewrite:
 
     def _move(self, copy: Copy) -> None:
         local = self._inserter(self.anchor, copy.uses[0].reader)
-        source = self.gathered.shard
+        source = _rounded(local, self.gathered.shard)
         for dtype in copy.casts:
             source = local(prims.convert_element_type.default, source, dtype)
         matrix, dim = self._matrix(local, source, copy)
@@ -252,3 +256,15 @@ class Rewrite:
             transpose=use.transpose,
             align=list(use.align),
         )
+
+
+def _rounded(insert: Inserter, source: fx.Node) -> fx.Node:
+    """The shard as it would have been sent: the kernel that makes it and casts it must round it in between."""
+    if source.meta["val"].dtype not in _COMPUTED_AS_FLOAT32 or _was_rounded(source):
+        return source
+    return insert(ops.rounded, source)
+
+
+def _was_rounded(node: fx.Node) -> bool:
+    base = base_of(node)
+    return _was_rounded(base.args[0]) if is_padding(base) else is_in_memory(base)  # type: ignore[arg-type]

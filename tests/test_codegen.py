@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks.blocks import rotate
 from benchmarks.rereads import inlined
+from f8fx import ops
 from f8fx.tuning import tuning
 from tests.helpers import bf16
 
@@ -230,6 +231,27 @@ def test_dropout_is_generated_too():
     forward, _ = lowered(graphs)
     assert any("inductor_random" in kernel.name for kernel in forward.triton)
     assert saved < 512 * (2 * 256 + 512) + 64  # the layer's input and the mask, and scales
+
+
+class Rounded(nn.Module):
+    """A tensor that is computed, rounded and cast: a kernel of its own, beside a layer that is to be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x):
+        y = ops.rounded(torch.tanh(x.detach()))
+        return self.layer(x), (y * 3).to(torch.float8_e4m3fn)
+
+
+def test_a_rounded_tensor_is_rounded_in_its_kernel():
+    """Not in memory: one kernel reads ``x`` and writes float8."""
+    forward, _ = generated(Rounded, (128, 256), only_fqns=["none"])
+    (source,) = (source for _, source in sources_of(forward) if "tanh" in source)
+    assert ".to(tl.bfloat16).to(tl.int16, bitcast=True)" in source
+    assert ".to(tl.bfloat16, bitcast=True).to(tl.float32)" in source
+    assert source.count("tl.store") == 1
 
 
 def test_padding_is_generated_too():

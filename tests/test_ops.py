@@ -31,6 +31,8 @@ def samples():
         (ops.quantize_rowwise, ([x, x.clone()], [1, 1]), {"dtype": fp8, "power_of_2": True}),
         (ops.dequantize, (data, one), {"dtype": bf16}),
         (ops.dequantize_both, (data, row, data.clone(), column), {"dtype": bf16, "dim": 1, "dim_other": 0}),
+        (ops.materialize, (x.t(),), {}),
+        (ops.rounded, (x.t(),), {}),
         (ops.relayout, (data,), {"transpose": True, "align": [16, 16]}),
     ]
 

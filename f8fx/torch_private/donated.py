@@ -27,7 +27,7 @@ def repeatable_backwards() -> AbstractContextManager[None]:
     from torch._functorch._aot_autograd import runtime_wrappers
 
     owner = runtime_wrappers.AOTDispatchAutograd
-    make = owner.post_compile
+    make: Callable[..., Any] = owner.post_compile
     described = getattr(runtime_wrappers, "AOTDispatchAutogradCompileSpec", None)  # not on 2.11
 
     def post_compile(first: Any, *rest: Any, **named: Any) -> Callable[..., Any]:

@@ -43,6 +43,22 @@ class Lowering:
         """A cast, kept out of Inductor's cast elimination."""
         return self._lowering.to_dtype(x, dtype)
 
+    def rounded(self, x: Any) -> Any:
+        """A 16-bit floating-point value with no more digits than its dtype has.
+
+        Generated code computes with the float32 that was rounded, and C++ code even where that is cast back and forth
+        (``CppOverrides.to_dtype``); but the bits of a number are those of its dtype.
+        """
+        from torch._inductor.virtualized import ops
+
+        dtype = x.get_dtype()
+
+        def through_bits(value: Any) -> Any:
+            bits = ops.to_dtype_bitcast(value, torch.int16, dtype)
+            return ops.to_dtype_bitcast(bits, dtype, torch.int16)
+
+        return self._lowering.make_pointwise(through_bits)(x)
+
     def constant_like(self, constant: float, x: Any) -> Any:
         """A constant of the shape, dtype and device of ``x``."""
         return self._lowering.constant_like(constant)(x)

@@ -54,6 +54,19 @@ def check_simple_fsdp():
     assert_close(found(make(), x, "eager", wire="off")[0], values)
 
 
+def check_that_what_is_sent_is_rounded_first():
+    """float32 weights gathered in bf16: Inductor would cast them to float8 without the rounding between."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def bits(**options):
+        torch.manual_seed(0)
+        model = simple_fsdp(nn.Linear(64, 64, bias=False), mesh, param_dtype=bf16)
+        return found(model, randn(32, 64, seed=dist.get_rank()), **options)[0]
+
+    wanted, values = bits(wire="off"), bits()
+    assert all(torch.equal(wanted[name], value) for name, value in values.items())
+
+
 def check_tensor_parallel():
     def split():
         model = Net()
@@ -78,7 +91,7 @@ def check_ddp():
     assert_close(found(wrapped(), x, "eager", fullgraph=False)[0], values)
 
 
-CHECKS = [check_simple_fsdp, check_tensor_parallel, check_ddp]
+CHECKS = [check_simple_fsdp, check_that_what_is_sent_is_rounded_first, check_tensor_parallel, check_ddp]
 outcome = outcome_fixture(2, CHECKS)
 
 

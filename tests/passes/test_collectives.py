@@ -329,14 +329,15 @@ return scaled_mm""",
 x_1: f32[16,64]
 w_1: f32[24,64]
 _to_copy: bf16[24,64] = _to_copy(w_1, dtype=bf16)
-amax: f32[] = f8fx.amax(_to_copy, None)
+rounded: bf16[24,64] = f8fx.rounded(_to_copy)
+amax: f32[] = f8fx.amax(rounded, None)
 view: i32[] = view(amax, i32)
 bitwise_and: i32[] = bitwise_and(view, 2147483647)
 all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
 wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
 view_1: f32[] = view(wait_tensor, f32)
 scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
-quantize: e4m3[24,64] = f8fx.quantize(_to_copy, scale, dtype=e4m3, transpose=False, align=[1, 1])
+quantize: e4m3[24,64] = f8fx.quantize(rounded, scale, dtype=e4m3, transpose=False, align=[1, 1])
 all_gather_into_tensor: e4m3[96,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
 wait_tensor_1: e4m3[96,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
 amax_1: f32[] = f8fx.amax(x_1, None)
