@@ -8,6 +8,7 @@ fakes. So graph breaks, several graphs and Python between them work as they do i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
@@ -34,6 +35,7 @@ from .torch_private import (
     cause_of,
     decompositions,
     fake_tensor_mode,
+    flex_attention_with_gradients,
     min_cut_partition,
     unlogged_fake_errors,
     unnoticed_by_dynamo,
@@ -94,6 +96,7 @@ def trace(
             torch.compiler.set_stance("default"),
             unnoticed_by_dynamo(collector),
             unlogged_fake_errors(),
+            flex_attention_with_gradients() if like_gpu else contextlib.nullcontext(),
             mode,
             warnings.catch_warnings(),
         ):

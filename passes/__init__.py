@@ -181,8 +181,9 @@ class Pipeline:
             conversions = run("concatenations", self.concatenations, graph, merged.conversions)
             run("quantize", self.quantize, graph, conversions)
             if self.reuse is not None:
+                before = len(self.reuse.taken)  # of other graphs: this one may be the body of an operator
                 run("reuse", self.reuse, graph)
-                report.reused_weights = len(self.reuse.taken)
+                report.reused_weights = len(self.reuse.taken) - before
             elif self.constants:
                 report.reused_weights = len(_read_by(choices).intersection(cached))
             run("share", self.share, graph)

@@ -532,6 +532,32 @@ def test_attention_of_any_rank(dims: int, dynamic: bool):
     assert f8fx.explain(attend, x, select="all", dynamic=dynamic).total >= 3
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_flex_attention_is_trained(device: str):
+    """On a CPU torch refuses: it has no kernel for the backward."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = (nn.Linear(64, n, bias=False, dtype=bf16) for n in (192, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            mixed = flex_attention(*heads, score_mod=lambda score, b, h, i, j: score - (i - j).abs())
+            return self.out(mixed.transpose(1, 2).flatten(2))
+
+    with torch.device(device):
+        model, x = Attention(), torch.ones(2, 128, 64, dtype=bf16)
+    e = f8fx.explain(model, x, select="all", target="h100")
+    roles = [(row.fqn, row.role) for row in e.rows if row.converted]
+    backward = [("out", "grad_input"), ("out", "grad_weight"), ("qkv", "grad_weight")]
+    assert sorted(roles) == sorted([("qkv", "output"), ("out", "output"), *backward])
+    if device == "cpu":  # as before
+        with pytest.raises(Exception, match="FlexAttention does not support backward on CPU"):
+            torch.compile(model, backend="eager")(x)
+
+
 def test_other_threads_compile_meanwhile():
     """What they compiled stays, and nothing of it is freed while it runs."""
     model, x, ended, compiles = meta_mlp(), meta_input(64, 2048), threading.Event(), []

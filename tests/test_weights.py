@@ -252,6 +252,24 @@ def test_the_log_line_counts_the_weights_that_are_kept():
     }
 
 
+def test_the_log_line_counts_the_weights_of_bodies_once():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.a, self.b, self.last = (
+                nn.Linear(32, 32, bias=False, dtype=bf16) for _ in range(4)
+            )
+
+        def forward(self, x):
+            y = self.first(x)
+            y = torch.cond(x.sum() > 0, lambda y: self.a(y), lambda y: self.b(y), (y,))
+            return self.last(y)
+
+    with recording() as reports:
+        infer(compiled(Branches(), weights="cached"), x16())
+    assert reports[0].line() == "f8fx: 4 of 4 matmuls in float8 (tensorwise); 2 weights kept in float8"
+
+
 def test_a_second_compile_knows_the_casts_without_tracing(monkeypatch, tmp_path):
     from f8fx import executor
 

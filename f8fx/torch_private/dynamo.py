@@ -6,7 +6,7 @@ import copy
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -155,3 +155,13 @@ def untraced() -> Any:
     from torch._guards import tracing
 
     return tracing(None)
+
+
+def flex_attention_with_gradients() -> AbstractContextManager[None]:
+    """A block in which FlexAttention is traced on CPU tensors that need gradients too.
+
+    It refuses since it has no backward kernel for them (``flex_attention._validate_device``); tracing needs none.
+    """
+    from torch.nn.attention import flex_attention
+
+    return patched_attribute(flex_attention, "_validate_device", lambda query, key, value: None)
