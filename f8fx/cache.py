@@ -133,6 +133,14 @@ def store_report(key: CacheKey, reports: list[GraphReport]) -> None:
         _store(_record(key), [report.to_dict() for report in reports])
 
 
+def has_report(key: CacheKey) -> bool:
+    """Whether a graph that comes from a cache, if it does, has its report there too.
+
+    Caches may be carried elsewhere without it (``torch.compiler.load_cache_artifacts``, remote caches).
+    """
+    return key.uuid is None or _record(key).exists()
+
+
 def _store(path: Path, data: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -90,6 +90,25 @@ def test_a_second_process_hits_and_still_knows_the_decisions(cache, cold):
     assert (warm["sum"], warm["grad"]) == (cold["sum"], cold["grad"])
 
 
+@pytest.mark.parametrize("options", [{}, {"weights": "reused"}])
+def test_a_cache_without_the_record_of_decisions(tmp_path, options):
+    """As one that ``torch.compiler.load_cache_artifacts`` filled: they are made again, and kept."""
+    first = child(tmp_path, **options)
+    records = list(tmp_path.rglob("f8fx/*.json"))
+    assert records
+    for record in records:
+        record.unlink()
+    moved, again = child(tmp_path, **options), child(tmp_path, **options)
+    assert [(found["aot_hits"], found["passes"] > 0) for found in (first, moved, again)] == [
+        (0, True),
+        (1, True),
+        (1, False),
+    ]
+    for found in (moved, again):
+        assert found["lines"] == [first["lines"][0] + " [cached]"]
+        assert (found["sum"], found["grad"], found["names"]) == (first["sum"], first["grad"], first["names"])
+
+
 def test_other_options_never_get_that_graph(cache, cold):
     for options in ({"recipe": "rowwise"}, {"filter_fqns": ["layer"]}):
         other = child(cache, **options)
