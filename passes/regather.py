@@ -18,9 +18,9 @@ from f8fx import ops
 
 from .commute import Copy, Move, Use, reduced_dim
 from .fake import set_value_by_layout
-from .gather import Reader, all_gather, is_padding, shard_axes, wait_tensor
+from .gather import Reader, all_gather, is_movement, shard_axes, wait_tensor
 from .in_memory import is_in_memory
-from .operand import base_of, shape_of
+from .operand import CASTS, shape_of
 from .reduction import Reduction, insert_reduction
 from .rewrite import MARKS, Inserter
 
@@ -266,5 +266,6 @@ def _rounded(insert: Inserter, source: fx.Node) -> fx.Node:
 
 
 def _was_rounded(node: fx.Node) -> bool:
-    base = base_of(node)
-    return _was_rounded(base.args[0]) if is_padding(base) else is_in_memory(base)  # type: ignore[arg-type]
+    if node.target in CASTS or not is_movement(node):
+        return is_in_memory(node)
+    return all(map(_was_rounded, node.all_input_nodes))  # as of a shard that was itself gathered
