@@ -21,7 +21,9 @@ Save = Literal["lean", "fast"]
 
 #: What the partitioner may recompute. Both layouts at once are only made where both are wanted: of a gradient,
 #: in the backward, or with ``save="fast"`` of a weight, in the forward (:mod:`passes.share`).
-_RECOMPUTABLE = frozenset(op.overloadpacket for op in (ops.amax, ops.amax_both, ops.quantize, ops.concat))
+_RECOMPUTABLE = frozenset(
+    op.overloadpacket for op in (ops.amax, ops.amax_both, ops.quantize, ops.concat, ops.rounded)
+)
 _RECOMPUTABLE_LEAN = _RECOMPUTABLE | {op.overloadpacket for op in (ops.quantize_both, ops.relayout)}
 
 

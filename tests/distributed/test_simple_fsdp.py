@@ -22,6 +22,7 @@ from f8fx.passes import Collectives, check
 from f8fx.passes.rewrite import Provenance
 from f8fx.torch_private import group_timeout
 from tests.distributed.harness import TIMEOUT, outcome_fixture
+from tests.distributed.models import saved_bytes
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import Block, Experts, bf16, compiled, randn
@@ -179,6 +180,16 @@ def check_sharded_by_columns():
 def check_mixed_precision():
     """float32 parameters gathered as bf16, gradients reduced in float32."""
     compare_gathers(dtype=torch.float32, param_dtype=bf16, reduce_dtype=torch.float32)
+
+
+def check_that_rounded_shards_are_not_saved():
+    """Shards of float32 weights that are gathered in bf16: no more is kept for the backward than of bf16 gathers."""
+    for reshard in (False, True):
+        saved = {}
+        for wire in ("auto", "off"):
+            model = sharded(dtype=torch.float32, param_dtype=bf16, reshard=reshard)
+            saved[wire] = saved_bytes(compiled(model, wire=wire)(randn(2, 16, 128)), model)
+        assert 0 < saved["auto"] <= saved["off"], (reshard, saved)
 
 
 def check_native_float8_is_what_gloo_rejects():
