@@ -15,6 +15,7 @@ from benchmarks.rereads import inlined
 from f8fx import ops
 from f8fx.tuning import tuning
 from tests.helpers import bf16
+from tests.kernels.test_compile import Case
 
 pytest.importorskip("triton")
 codegen = pytest.importorskip("benchmarks.codegen")
@@ -252,6 +253,15 @@ def test_a_rounded_tensor_is_rounded_in_its_kernel():
     assert ".to(tl.bfloat16).to(tl.int16, bitcast=True)" in source
     assert ".to(tl.bfloat16, bitcast=True).to(tl.float32)" in source
     assert source.count("tl.store") == 1
+    # and no compiler after Inductor takes the rounding for superfluous
+    kernel = re.search(r"@triton\.jit\s+def (\w+)", source)[1]
+    text = re.sub(r"@triton_heuristics.*?(?=@triton\.jit)", "", source, flags=re.S)
+    text = text.replace("triton_helpers.set_driver_to_gpu()", "")
+    pointers = {"in_ptr0": "bf16", "out_ptr0": "fp8e4nv"}
+    for target in (90, 100):
+        compiled = Case(text, kernel, pointers, {"XBLOCK": 1024}, warps=4).compile(target)
+        elements = 1024 // (4 * 32)  # of a thread
+        assert compiled.ptx["cvt.rn.bf16.f32"] + 2 * compiled.ptx["cvt.rn.bf16x2.f32"] == elements
 
 
 def test_padding_is_generated_too():
