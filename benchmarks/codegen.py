@@ -349,16 +349,18 @@ def _kernels(lowering: Any, node: Any, moved: int, sources: _Sources) -> list[Ke
     """The launches of a scheduler node in the generated code.
 
     Inductor counts a combo node as one kernel, which it need not be: parts of unlike tiling, and large ones, are
-    launched by themselves, and read by themselves what others have read.
+    launched by themselves, and read by themselves what others have read. And it counts tensors that are not written
+    after all, as nothing but the kernel itself reads them. So what counts is what the generated code is given.
     """
     if _is_own(node):
         return [Kernel(_name(node), _own_bytes(lowering, node))]
     if node.is_extern():
         return [Kernel(_name(node), moved)]
     parts = [_counted(lowering, node, source) for source in _sources_of(node, sources)]
-    if len(parts) > 1:
-        return parts
-    return [Kernel(_name(node), moved, sum(p.reread for p in parts), sum(p.strided for p in parts))]
+    if len(parts) == 1:
+        (part,) = parts
+        return [Kernel(_name(node), part.bytes, part.reread, part.strided)]
+    return parts or [Kernel(_name(node), moved)]
 
 
 def _name(node: Any) -> str:

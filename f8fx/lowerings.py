@@ -86,7 +86,9 @@ def _amax(table: Lowering, x: Any, dim: int | None) -> Any:
         amaxes = [_amax(table, part, dim) for part in whole.values]
         if dim is not None and dim != whole.dim:
             return table.concatenation(amaxes, 0)
-        return reduce(lambda a, b: table(aten.maximum, a, b), map(table.realized, amaxes))
+        largest = reduce(lambda a, b: table(aten.maximum, a, b), map(table.realized, amaxes))
+        # parts of a row may be computed in several kernels: none has the row at hand to cast it
+        return tiled(largest) if dim == 1 else largest
     # in float32, which is exact for a maximum: Inductor's C++ code for two equal bfloat16 reductions in one
     # kernel does not compile (torch 2.13)
     magnitude = table.to_dtype(table(aten.abs, x), torch.float32)

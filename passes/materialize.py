@@ -1,21 +1,29 @@
-"""Pass 6b, *materialize*: a residual sum that several kernels read is written to memory once.
+"""Pass 6b, *materialize*: what several kernels would compute again is written to memory once.
 
-``h = x + attention_output`` is read by the norm that follows, once for its amax and once for its
+*Residual sums.* ``h = x + attention_output`` is read by the norm that follows, once for its amax and once for its
 cast, by the next residual sum, and by the norm's backward. Inductor inlines a sum of two tensors into
 each of its readers, which then read both; only the matmul's result is saved for the backward, and ``h`` is
 summed again there. Written once, ``h`` costs one write and saves a read in every reader.
 
 Only sums are marked whose one summand is the result of a matmul and used nowhere else: saving ``h`` for the
 backward then stands in for saving that result, and no byte more is saved.
+
+*Gradients of norms of a matmul's parts*, as of the heads of q and k. The norm's backward sums over rows of 128, say, and
+the matmul casts rows of 4096: no kernel that has the sums at hand can take the amax and cast. Inductor writes something in
+between, of its own choosing: a tensor or two in float32. The gradient itself, rounded as it is in eager execution, is less.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from f8fx import ops
 
+from .backward import backward_nodes
 from .fqn import of_node
 from .operand import SAME_ORDER, readers
 from .residual import is_residual_sum
@@ -23,18 +31,71 @@ from .rewrite import Inserter, Provenance
 
 aten = torch.ops.aten
 
+#: What reads a tensor to make float8 numbers of it.
+_CASTING = frozenset((ops.amax, ops.quantize, ops.quantize_both, ops.concat))
+
 
 class Materialize:
-    """Marks residual sums, in place."""
+    """Marks tensors, in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             # with one reader there is nothing to spare
             if is_residual_sum(node) and len(readers(node, SAME_ORDER)) > 1:
-                after = node.next
-                insert = Inserter(
-                    graph, after, Provenance(node.name, of_node(node), "output", "materialize", True)
-                )
-                written = insert(ops.materialize, node)
-                written.meta.update({key: node.meta[key] for key in node.meta if key not in ("val", "f8fx")})
-                node.replace_all_uses_with(written, lambda user, own=written: user is not own)
+                _mark(graph, node, "output")
+        backward = backward_nodes(graph)
+        for node in [n for n in graph.nodes if n in backward and n.target not in SAME_ORDER]:
+            if _is_pointwise(node) and _is_cast_in_other_rows(node) and _is_gradient_of_norm(node, backward):
+                _mark(graph, node, "grad_input")
+
+
+def _mark(graph: fx.Graph, node: fx.Node, role: str) -> None:
+    insert = Inserter(graph, node.next, Provenance(node.name, of_node(node), role, "materialize", True))
+    written = insert(ops.materialize, node)
+    written.meta.update({key: node.meta[key] for key in node.meta if key not in ("val", "f8fx")})
+    node.replace_all_uses_with(written, lambda user: user is not written)
+
+
+def _is_cast_in_other_rows(node: fx.Node) -> bool:
+    """Whether a tensor is cast to float8 as a matrix whose rows are not its own."""
+    columns = _columns(node)
+    return columns is not None and any(_columns(matrix) != columns for matrix in _cast_matrices(node))
+
+
+def _cast_matrices(node: fx.Node) -> Iterator[fx.Node]:
+    """The views of a tensor that float8 casts read."""
+    for user in node.users:
+        if user.target in _CASTING:
+            yield node
+        elif user.target in SAME_ORDER:
+            yield from _cast_matrices(user)
+
+
+def _is_gradient_of_norm(node: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether a tensor is computed, element by element, from sums over its own rows."""
+    columns = _columns(node)
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        if current in seen or current not in backward:
+            continue
+        seen.add(current)
+        if current.target is aten.sum.dim_IntList:
+            if _columns(current) == 1 and _columns(current.all_input_nodes[0]) == columns:
+                return True
+        elif _is_pointwise(current) or current.target in (*SAME_ORDER, aten.expand.default):
+            todo.extend(current.all_input_nodes)
+    return False
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _columns(node: fx.Node) -> int | None:
+    """The last size of a tensor that has rows; none where it is dynamic."""
+    value: Any = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return None
+    return value.shape[-1] if isinstance(value.shape[-1], int) else None

@@ -348,8 +348,8 @@ backward:
    134.2 MB  triton_quantize_both
    100.7 MB  extern_kernels._scaled_mm
    117.4 MB  extern_kernels._scaled_mm
-   201.9 MB  triton_convert_element_type_div_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sum""",
+   201.4 MB  triton_convert_element_type_div_mul_sub_sum
+       tiny  triton_convert_element_type_mul_sum""",
         )
 
     def test_norm_linear_rowwise(self):
@@ -358,7 +358,7 @@ backward:
             listed(generated(NormLinear, (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   100.9 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_quantize_rowwise_reciprocal_rsqrt_scale
+   100.8 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_quantize_rowwise_reciprocal_rsqrt_scale
     50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
 backward:
@@ -367,8 +367,8 @@ backward:
     50.3 MB  triton_quantize
    100.7 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
-   201.9 MB  triton_convert_element_type_div_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sum
+   201.4 MB  triton_convert_element_type_div_mul_sub_sum
+       tiny  triton_convert_element_type_mul_sum
        tiny  triton_quantize_rowwise_reciprocal_scale
    100.7 MB  triton_convert_element_type_mul_quantize
    100.7 MB  triton_quantize
@@ -399,15 +399,15 @@ backward:
             listed(generated(NormLinear, (8192, 4096), recipe="rowwise_with_gw_hp")),
             """\
 forward:
-   218.3 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
+   218.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
 backward:
    100.7 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
     50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
-   201.9 MB  triton_convert_element_type_div_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sum
+   201.4 MB  triton_convert_element_type_div_mul_sub_sum
+       tiny  triton_convert_element_type_mul_sum
    167.8 MB  extern_kernels.mm""",
         )
 
@@ -416,7 +416,7 @@ backward:
             listed(generated(SwiGlu, (8192, 4096), (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   167.9 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_quantize_rowwise_reciprocal_scale
+   167.8 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_quantize_rowwise_reciprocal_scale
     50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
 backward:
@@ -437,7 +437,7 @@ backward:
             listed(generated(SwiGlu, (8192, 4096), (8192, 4096), recipe="rowwise_with_gw_hp")),
             """\
 forward:
-   285.4 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
+   285.3 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
 backward:
@@ -459,16 +459,16 @@ forward:
    117.4 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
 backward:
-   134.8 MB  triton_amax_convert_element_type_mul_sub_sum
+   134.3 MB  triton_amax_convert_element_type_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sub_sum
        tiny  triton_amax_convert_element_type_mul_reciprocal_scale_sub
    151.1 MB  triton_add_convert_element_type_mul_quantize_sub
    201.3 MB  triton_convert_element_type_mul_quantize_both_sub
    100.7 MB  extern_kernels._scaled_mm
    117.4 MB  extern_kernels._scaled_mm
-   202.4 MB  triton_convert_element_type_div_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sub_sum
-     0.5 MB  triton_convert_element_type_sum""",
+   201.4 MB  triton_convert_element_type_div_mul_sub_sum
+       tiny  triton_convert_element_type_mul_sub_sum
+       tiny  triton_convert_element_type_sum""",
         )
 
     def test_norm_linear_sigmoid_rowwise(self):
@@ -476,7 +476,7 @@ backward:
             listed(generated(NormLinearSigmoid, (8192, 4096), recipe="rowwise")),
             """\
 forward:
-   100.9 MB  triton_add_amax_convert_element_type_mul_quantize_quantize_rowwise_reciprocal_rsqrt_scale_sub_var_mean
+   100.8 MB  triton_add_amax_convert_element_type_mul_quantize_quantize_rowwise_reciprocal_rsqrt_scale_sub_var_mean
     50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
@@ -490,9 +490,9 @@ backward:
    201.4 MB  triton_convert_element_type_mul_quantize_both_sub
    100.7 MB  extern_kernels._scaled_mm
    117.5 MB  extern_kernels._scaled_mm
-   202.4 MB  triton_convert_element_type_div_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sub_sum
-     0.5 MB  triton_convert_element_type_sum""",
+   201.4 MB  triton_convert_element_type_div_mul_sub_sum
+       tiny  triton_convert_element_type_mul_sub_sum
+       tiny  triton_convert_element_type_sum""",
         )
 
     def test_norm_linear_sigmoid_rowwise_with_gw_hp(self):
@@ -500,7 +500,7 @@ backward:
             listed(generated(NormLinearSigmoid, (8192, 4096), recipe="rowwise_with_gw_hp")),
             """\
 forward:
-   218.4 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
+   218.3 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_sigmoid
@@ -511,9 +511,9 @@ backward:
      0.5 MB  triton_sum
    167.8 MB  extern_kernels.mm
    117.5 MB  extern_kernels._scaled_mm
-   202.4 MB  triton_convert_element_type_div_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sub_sum
-     0.5 MB  triton_convert_element_type_sum""",
+   201.4 MB  triton_convert_element_type_div_mul_sub_sum
+       tiny  triton_convert_element_type_mul_sub_sum
+       tiny  triton_convert_element_type_sum""",
         )
 
 
@@ -556,11 +556,11 @@ class TestBlock(TestCase):
         self.assertExpectedInline(
             self.large("tensorwise"),
             """\
-2095.0 MB by 42 kernels
+1974.4 MB by 42 kernels
  126.0 MB  triton_add_amax_concat_convert_element_type_mul_rsqrt_squeeze_sub_var_mean
  188.8 MB  triton_add_concat_convert_element_type_mul_quantize_squeeze_sub
- 186.7 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
- 100.7 MB  triton_add_amax_mul_permute_sigmoid_slice_squeeze_view
+ 119.5 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
+  50.4 MB  triton_add_amax_mul_permute_sigmoid_slice_squeeze_view
   41.9 MB  triton_mul_permute_quantize_sigmoid_squeeze_view
   50.4 MB  triton_add_amax_convert_element_type_mul_rsqrt_squeeze_sub_var_mean_view
   67.1 MB  triton_add_amax_convert_element_type_erf_mul_squeeze_view
@@ -569,37 +569,36 @@ class TestBlock(TestCase):
  214.0 MB  triton_add_concat_convert_element_type_mul_quantize_squeeze_sub
  135.3 MB  triton_add_amax_convert_element_type_erf_exp_mul_squeeze_sum_view
  234.9 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_squeeze_view
-  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view
-  50.6 MB  triton_amax_convert_element_type_mul_permute_sigmoid_sub_sum_view
+  67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  50.3 MB  triton_amax_convert_element_type_mul_permute_sigmoid_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
  178.3 MB  triton_mul_permute_quantize_quantize_both_sigmoid_squeeze_view
-  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view""",
+  67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view""",
         )
 
     def test_rowwise(self):
         self.assertExpectedInline(
             self.large("rowwise"),
             """\
-1976.4 MB by 37 kernels
+1854.3 MB by 36 kernels
  113.3 MB  triton_row_cast_columns_kernel
- 186.7 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
- 109.1 MB  triton_add_amax_mul_permute_quantize_reciprocal_scale_sigmoid_slice_squeeze_view
+ 119.5 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
+  58.7 MB  triton_add_amax_mul_permute_quantize_reciprocal_scale_sigmoid_slice_squeeze_view
   58.8 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean_view
  100.7 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_scale_squeeze_view
   50.4 MB  triton_row_cast_columns_kernel
   50.3 MB  triton_add_view
   51.5 MB  triton_add_amax_amax_both_convert_element_type_erf_exp_mul_quantize_rowwise_reciprocal_scale_squeeze_sub_sum_view
  163.6 MB  triton_concat_quantize
-  50.4 MB  triton_add_convert_element_type_mul_quantize_squeeze_sub
  136.4 MB  triton_computed_amaxes_kernel
  235.0 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_squeeze_view
-  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
   51.1 MB  triton_amax_convert_element_type_mul_permute_sigmoid_squeeze_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
-  67.1 MB  triton_amax_mul_permute_quantize_quantize_both_scale_sigmoid_squeeze_view
- 138.0 MB  triton_add_amax_cat_convert_element_type_mul_neg_permute_quantize_both_reciprocal_scale_slice_sum_view
-  77.6 MB  triton_amax_quantize_both_scale
-  67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view""",
+ 104.4 MB  triton_add_amax_cat_convert_element_type_mul_neg_permute_reciprocal_scale_slice_sum_view
+ 178.3 MB  triton_amax_mul_permute_quantize_quantize_both_scale_sigmoid_squeeze_view
+  67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  50.4 MB  triton_add_convert_element_type_mul_quantize_squeeze_sub""",
         )
 
     @pytest.mark.long
@@ -677,7 +676,7 @@ forward:
 backward:
      0.1 MB  triton_add_amax_both_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
    402.8 MB  triton_computed_amaxes_kernel
-     0.3 MB  triton_add_amax_both_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
+     0.2 MB  triton_add_amax_both_concat_convert_element_type_div_exp_mul_neg_reciprocal_scale_sigmoid_slice_sub
    671.2 MB  triton_add_concat_convert_element_type_div_exp_mul_neg_quantize_both_sigmoid_slice_sub
    302.1 MB  extern_kernels._scaled_mm
    201.3 MB  triton_concat_quantize

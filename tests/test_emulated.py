@@ -58,6 +58,20 @@ class Gelu(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
+class Heads(nn.Module):
+    """Norms over the heads of q and k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, size, bias=False) for size in (64, 32, 32))
+        self.q_norm, self.k_norm = nn.RMSNorm(16), nn.RMSNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 16)) for layer in (self.q, self.k, self.v))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return q * (k + v).repeat_interleave(2, -2)
+
+
 def decoder_block() -> nn.Module:
     """RoPE, heads that share keys and values, attention that is one operator of the library."""
     return DecoderBlock(DecoderConfig(dim=64, heads=4, kv_heads=2, ffn_dim=96))
@@ -76,6 +90,7 @@ MORE = {
     },
     "rowwise": {
         "a decoder's block": (decoder_block, (2, 13, 64), {}, True),
+        "norms of heads": (Heads, (2, 24, 64), {}, True),
         "as users run it": AS_USERS_RUN_IT,
         "biases, as users run them": (Gelu, (2, 24, 64), {}, False),
     },

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
 from f8fx.passes import Materialize
+from f8fx.recipe import PRESETS
 from tests.helpers import compiled, graph_after, randn
 
 
@@ -83,7 +87,58 @@ def test_dropout_is_no_other_matmul():
     assert marked(f, *args(grad=True)) == 1
 
 
+def heads(x, w, scale):
+    """A projection whose parts are normalized, as those of q and k."""
+    h = F.linear(x, w).view(-1, 2, 16)
+    return F.rms_norm(h, (16,), scale).sin()
+
+
+def test_the_gradient_of_a_norm_of_parts():
+    """The norm's rows have 16 elements, the matmul's 32: no kernel has the sums, and whole rows at hand."""
+    text = graph_after(heads, *args(grad=True), randn(16, seed=2))
+    (marked,) = (line for line in text.splitlines() if "f8fx.materialize(" in line)
+    name, _, source = marked.partition(":")
+    assert source.startswith(" bf16[16,2,16] = f8fx.materialize(convert_element_type")
+    assert re.search(rf"view_\d+: bf16\[16,32\] = view\({name}, \[16, 32\]\)", text)
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_the_gradients_of_norms_of_merged_layers(recipe):
+    def f(x, q, k, v):
+        q, k = (F.rms_norm(F.linear(x, w).view(-1, 2, 16), (16,)) for w in (q, k))
+        return q * k, F.linear(x, v).exp()
+
+    inputs = randn(16, 32), *(randn(32, 32, seed=seed) for seed in (1, 2, 3))
+    before = marked(f, *inputs, recipe=recipe, only_fqns=["none"])
+    assert before == 0
+    text = graph_after(f, *inputs, recipe=recipe)
+    assert len(re.findall(r"bf16\[16,2,16\] = f8fx.materialize\(", text)) == 2
+
+
 # -- what stays
+
+
+@pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm])
+def test_the_gradient_of_a_norm_of_the_matmuls_rows(norm):
+    """One kernel takes the sums, the gradient and its amax; with a part of one row to a row, too."""
+    assert marked(lambda x, w: norm(F.linear(x, w), (32,)).sin(), *args(grad=True)) == 0
+    assert marked(lambda x, w: norm(F.linear(x, w).view(4, 4, 32), (32,)).sin(), *args(grad=True)) == 0
+
+
+def test_the_gradient_of_a_norm_of_parts_that_nothing_casts():
+    def f(x, w):
+        return F.rms_norm(x.view(-1, 2, 16), (16,)).sin(), F.linear(x.detach(), w)
+
+    assert marked(f, *args(grad=True)) == 0
+
+
+def test_a_gradient_of_parts_without_sums():
+    assert marked(lambda x, w: F.linear(x, w).view(-1, 2, 16).sin().mul(2), *args(grad=True)) == 0
+
+
+def test_a_norm_of_parts_in_the_forward():
+    """What it is made of is read for the cast as well as a copy of the result would be."""
+    assert marked(lambda x, w: F.linear(F.rms_norm(x.view(-1, 2, 16), (16,)).view(-1, 32), w), *args()) == 0
 
 
 def test_one_reader():
