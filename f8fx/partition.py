@@ -52,6 +52,7 @@ class Partitioner(CustomPartitionerFn):
             raise ReadsOther(found)
         for half in (forward, backward):
             _erase_unread_gathers(half)
+            _erase_unread_layouts(half)
         return forward, backward
 
     def uuid(self) -> Any:
@@ -70,4 +71,22 @@ def _erase_unread_gathers(half: fx.GraphModule) -> None:
             half.graph.erase_node(node)
             erased = True
     if erased:
+        half.recompile()
+
+
+def _erase_unread_layouts(half: fx.GraphModule) -> None:
+    """Makes one layout where the half reads only one of both: with checkpointing the backward makes its own anew."""
+    for both in half.graph.find_nodes(op="call_function", target=ops.quantize_both):
+        read = {int(item.args[1]): item for item in both.users if item.users}
+        if len(read) != 1:
+            continue
+        ((index, item),) = read.items()
+        layout = {name: both.kwargs[f"{name}_t" if index else name] for name in ("dim", "align")}
+        layout |= {"dtype": both.kwargs["dtype"], "transpose": bool(index)}
+        with half.graph.inserting_before(both):
+            one = half.graph.call_function(ops.quantize, (both.args[0], both.args[1 + index]), layout)
+        one.meta.update(item.meta)
+        item.replace_all_uses_with(one)
+        for node in (*both.users, both):
+            half.graph.erase_node(node)
         half.recompile()

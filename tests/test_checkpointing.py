@@ -159,16 +159,40 @@ def test_lean_saves_no_copy_of_what_the_backward_can_rebuild(recipe):
     assert not [name for name, size in lean.items() if "quantize" in name and size > 64 * 128]
 
 
+def test_no_half_makes_a_layout_that_it_does_not_read():
+    """Copies of weights that are made anew in the backward are not written in the forward, nor the other way round."""
+    found = {}
+
+    def on_partition(*halves):
+        for name, half in zip(("forward", "backward"), halves, strict=True):
+            casts = half.graph.find_nodes(op="call_function", target=ops.quantize_both)
+            found[name] = [len([item for item in cast.users if item.users]) for cast in casts]
+
+    def transform(graph):
+        f8fx.Options.parse({"select": "all", "save": "fast"}).pipeline(debug=True)(graph)
+
+    torch.manual_seed(0)
+    joint_graphs(
+        Net("full").to(bf16),
+        randn(8, 16, 64),
+        transform=transform,
+        on_partition=on_partition,
+        save="fast",
+    )
+    assert not found["forward"] and set(found["backward"]) == {2}, found
+
+
+@pytest.mark.parametrize("save", ["lean", "fast"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_checkpointed_gradients_are_those_without(mode, recipe):
+def test_checkpointed_gradients_are_those_without(mode, recipe, save):
     torch.manual_seed(0)
     plain, checkpointed = Net("none").to(bf16), Net(mode).to(bf16)
     checkpointed.load_state_dict(plain.state_dict())
     results = []
     for model in (plain, checkpointed):
         x = randn(8, 16, 64)
-        y = compiled(model, recipe=recipe)(x)
+        y = compiled(model, recipe=recipe, save=save)(x)
         y.backward(randn(8, 16, 64, grad=False, seed=1))
         results.append([y, x.grad, *(p.grad for p in model.parameters())])
     for want, got in zip(*results, strict=True):
