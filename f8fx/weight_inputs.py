@@ -126,7 +126,7 @@ def wrapped(
             ([args[position] for position in positions], dim, forms) for positions, dim, forms in wanted
         )
         if training:
-            training_ran()
+            training_ran(args)
         return compiled(*args, *copies)
 
     return run
@@ -136,7 +136,7 @@ def noting_training(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled training graph that has no further inputs, but after which weights may change."""
 
     def run(*args: Any) -> Any:
-        training_ran()
+        training_ran(args)
         return compiled(*args)
 
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class Watch:
         self.keepers: set[Watch] = set()
         #: reads of ``.data``, optimizer steps, refreshes
         self.changes = 0
+        #: a training graph has run that it needed a gradient in
+        self.was_trained = False
         # empty tensors that count the versions of the aliases that ``.data`` handed out, and of the tensors
         # it was set to: the first and the last on the memory it has
         self.alias: Tensor | None = None
@@ -47,7 +50,8 @@ class Watch:
             self.changes,
             -1 if self.alias is None else version_counter(self.alias),
             tuple(map(version_counter, self.sources)),
-            (_STEPS + _RUNS if inference else _STEPS) if parameter.requires_grad else -1,
+            # a weight that is frozen again may have been written to in between
+            (_STEPS + _RUNS if inference else _STEPS) if parameter.requires_grad or self.was_trained else -1,
         )
 
     def drop(self) -> None:
@@ -83,11 +87,14 @@ _STEPS = 0
 _RUNS = 0
 
 
-def training_ran() -> None:
-    """Notes that a training graph ran, after which weights are likely to change."""
+def training_ran(inputs: Iterable[Any]) -> None:
+    """Notes that a training graph ran with these inputs, after which weights are likely to change."""
     global _RUNS
     with LOCK:
         _RUNS += 1
+        for value in inputs:
+            if isinstance(value, Tensor) and value.requires_grad and (watch := WATCHES.get(id(value))):
+                watch.was_trained = True
 
 
 def watch_of(parameter: Tensor) -> Watch:

@@ -94,7 +94,7 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
     For graphs compiled with ``options={"weights": "reused"}``. Both copies of a weight, the one the
     forward reads and the one the input gradient reads, stay in memory until the block ends; the bits are
     those of casting anew. A weight that changes inside the block is cast anew, by the same signs as in
-    inference (:mod:`f8fx.weights`).
+    inference (:mod:`f8fx.weights`), but that a training graph ran: between microbatches it tells nothing.
     """
     scope = _Scope(model)
     _SCOPES.append(scope)

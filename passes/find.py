@@ -300,11 +300,15 @@ class _Walk:
         tag = node.meta.get("partitioner_tag")
         return tag == "is_backward" if tag else bool(node.meta.get("autograd_backward"))
 
+    def _is_read_forward(self, side: _Traced) -> bool:
+        """Whether a forward matmul reads a tensor, or what it is a cast of."""
+        return side.node in self.readers or self._through_cast(side).node in self.readers
+
     def _backward_gemm(self, node: fx.Node) -> None:
         sides = operands_of(node)
         is_grad = [side in self.backward for side in sides]
         if not any(is_grad):  # told by its mark alone: the side that no forward matmul reads
-            is_grad = [self._trace(side).node not in self.readers for side in sides]
+            is_grad = [not self._is_read_forward(self._trace(side)) for side in sides]
             if is_grad[0] == is_grad[1]:
                 self._leave(node, _NO_FORWARD)
                 return

@@ -14,6 +14,11 @@ from torch import fx
 
 #: A local or global variable, one of a function's ``*args``, or what a function in one closes over.
 _ROOT = re.compile(r"^(?:L\['args'\]\[\d+\]|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
+#: The module whose ``forward`` is replaced by a function that calls it, or a copy of it under another name: TorchTitan's
+#: ``parallelize`` and accelerate's hooks.
+_REPLACED = re.compile(
+    r"\.\w*forward\w*(?:\.__closure__\[\d+\]\.cell_contents|\.__wrapped__|\._torchdynamo_inline|\.func|\.args\[0\]|\.__self__)+(?=[.\[]|$)"
+)
 #: The object that a bound method belongs to.
 _BOUND = re.compile(r"^.*\.__self__(?=[.\[]|$)")
 #: A module that a property's getter calls: TorchTitan's SimpleFSDP gathers all weights with one.
@@ -31,6 +36,7 @@ def clean(path: str) -> str:
     previous = None
     while previous != path:
         previous, path = path, _GETATTR.sub(r"\1.\2", path)
+    path = _REPLACED.sub("", path)
     path = _BOUND.sub("", path)
     path = _ROOT.sub("", path)
     path = _MODULES.sub("", path)

@@ -235,6 +235,35 @@ def test_auto_knows_that_cached_weights_cost_nothing():
     assert converted == {"dynamic": 0, "cached": 1}
 
 
+def test_a_weight_that_was_trained_between_two_freezes_is_not_stale():
+    """Also where what wrote to it left no trace: a training graph had run."""
+    model = Net()
+    run, x = compiled(model, weights="cached"), x16()
+    for step in range(3):
+        model.requires_grad_(True)
+        run(x).sum().backward()
+        parameters = list(model.parameters())
+        versions = [p._version for p in parameters]
+        zeros = [[torch.zeros_like(p) for p in parameters] for _ in range(2)]
+        torch._fused_adamw_(
+            parameters,
+            [p.grad for p in parameters],
+            *zeros,
+            [],
+            [torch.ones(()) for _ in parameters],
+            lr=0.5,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+        assert [p._version for p in parameters] == versions, "this optimizer leaves traces"
+        model.requires_grad_(False).zero_grad()
+        assert torch.equal(infer(run, x), infer(compiled(copy.deepcopy(model)), x)), step
+
+
 def test_the_log_line_counts_the_weights_that_are_kept():
     """Of a training graph, and of weights that are no parameters, none are."""
     lines = {}

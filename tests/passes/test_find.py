@@ -75,6 +75,14 @@ def test_names_in_forward_and_backward():
         ("L['layers'][0].attn", "0.attn"),
         ("L['self'].forward._torchdynamo_inline.__self__.net.head", "net.head"),
         ("L['self'].forward.__self__", ""),
+        ("L['self'].layers[0].attn.forward.__closure__[0].cell_contents.__self__.wq", "layers.0.attn.wq"),
+        ("L['self'].layers.0.attn.forward.__closure__[1].cell_contents.wq", "layers.0.attn.wq"),
+        ("L['self'].attn.forward.__wrapped__.__closure__[0].cell_contents.__self__.wq", "attn.wq"),
+        ("L['self'].layers.0.attn._old_forward.__self__.wq", "layers.0.attn.wq"),
+        ("L['self'].attn.forward.args[0]._old_forward.__self__.wq", "attn.wq"),
+        ("L['self'].attn._old_forward.__self__", "attn"),
+        ("L['self'].attn.feed_forward.forward.func.__self__.w1", "attn.feed_forward.w1"),
+        ("L['self'].feed_forward.w1", "feed_forward.w1"),
         ("L['self'].__self__attention.wo", "__self__attention.wo"),
         ("L['self']", ""),
         ("", ""),
@@ -383,15 +391,19 @@ def test_a_gradient_without_tangents_cannot_be_told_from_a_tied_autoencoder():
         assert [gemm.role for gemm in found_in(f, x, w).gemms] == ["output", "output"]
 
 
-def test_gradients_in_the_body_of_a_branch_have_their_roles():
-    """No tangents there: AOTAutograd's mark on the nodes tells."""
+@pytest.mark.parametrize("dtype", [bf16, torch.float32])
+def test_gradients_in_the_body_of_a_branch_have_their_roles(dtype):
+    """No tangents there: AOTAutograd's mark on the nodes tells. They read the weight, or its rounding, as the forward does."""
     from f8fx import recording
     from tests.helpers import compiled
 
-    weight = nn.Parameter(randn(32, 32, grad=False))
+    weight = nn.Parameter(randn(32, 32, grad=False).to(dtype))
 
     def f(x, flag):
-        return torch.cond(flag, lambda x: torch.sin(x @ weight), lambda x: torch.cos(x @ weight), (x,))
+        def product(x):
+            return x @ weight.to(bf16)
+
+        return torch.cond(flag, lambda x: torch.sin(product(x)), lambda x: torch.cos(product(x)), (x,))
 
     with recording() as reports:
         x = randn(16, 32)

@@ -191,6 +191,22 @@ def test_filter_fqns():
     assert {d.fqn for d in decisions} == {"attn", "head"}
 
 
+@pytest.mark.parametrize("how", ["closure", "copy"])
+def test_filters_know_modules_whose_forward_was_replaced(how):
+    """As TorchTitan's tensor parallelism and accelerate's hooks do."""
+    net = nn.ModuleDict({"block": Net()})
+    net.forward = lambda x: net["block"](x)
+    block = net["block"]
+    original = block.forward
+    if how == "copy":
+        block._old_forward = original
+        block.forward = lambda *args: block._old_forward(*args)
+    else:
+        block.forward = lambda *args: original(*args)
+    decisions = untouched(net, randn(16, 32), select="all", filter_fqns=["block."])
+    assert {d.fqn for d in decisions} == {"block.attn", "block.head"}
+
+
 def test_only_fqns():
     assert reasons(untouched(Net(), randn(16, 32), select="all", only_fqns=["mlp"])) == {"filtered"}
 
