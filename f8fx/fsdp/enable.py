@@ -16,7 +16,7 @@ from f8fx.options import Options
 from f8fx.peers import Peers
 from f8fx.recipe import Recipe
 from f8fx.report import log
-from f8fx.torch_private import local_tensor, pre_hooks, storage_key
+from f8fx.torch_private import key_local_tensors, local_tensor, pre_hooks, storage_key
 
 from .copies import Copies, Wanted
 from .formats import Format
@@ -90,6 +90,7 @@ def enable_float8_all_gather(
     decisions = [verdict.decision for verdict in judged]
     found = [(verdict.candidate, verdict.formats) for verdict in judged if verdict.formats]
     _agree(decisions, (options.recipe, wire, scales, copies), mesh)
+    key_local_tensors(Float8Shard)
     peers = _peers([candidate for candidate, _ in found], mesh)
     for candidate, formats in found:
         manager.weights.append(_convert(candidate, formats, wire, copies, manager, peers))

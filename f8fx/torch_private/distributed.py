@@ -115,6 +115,26 @@ def same_on_all(value: int, group: Any, device: torch.device) -> torch.Tensor:
     return largest[0] == -largest[1]
 
 
+def key_local_tensors(kind: type[torch.Tensor]) -> None:
+    """Makes AOTAutograd's cache tell DTensors with local tensors of this class from others (``_stable_hash_for_caching``).
+
+    By itself the key of a DTensor is made of its specification, and code compiled for plain local tensors would be run on
+    those of the class, which have no memory of their own. torch 2.11 has no such keys.
+    """
+    from torch.distributed.tensor import DTensor
+
+    original: Any = getattr(DTensor, "_stable_hash_for_caching", None)
+    if original is None or kind in getattr(original, "f8fx_kinds", ()):
+        return
+
+    def hashed(self: Any) -> str:
+        key = original(self)
+        return f"{key} {kind.__qualname__}" if isinstance(self._local_tensor, kind) else key
+
+    hashed.f8fx_kinds = (*getattr(original, "f8fx_kinds", ()), kind)  # type: ignore[attr-defined]
+    DTensor._stable_hash_for_caching = hashed  # type: ignore[method-assign]
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """The device fails where a bool on it is false; the host does not wait (``_assert_async``)."""
     torch._assert_async(condition, message)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
 
 import f8fx
+from f8fx.torch_private import local_tensor
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, train, world_mesh
 from tests.distributed.test_fsdp_copies import Checkpointed, build, steps
@@ -44,6 +47,26 @@ def checkpointed_graphs_read_the_forwards_copy_in_the_backward():
     assert seen[0] == counts[0] and seen[2][1] == counts[2][1] and seen[2][0] < counts[2][0]
 
 
+def shards_do_not_run_code_that_was_compiled_for_plain_ones():
+    """AOTAutograd's cache knows a DTensor by its specification; a shard's memory is one level further inside."""
+
+    def squares(float8: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = Setup("tensorwise", world_mesh(), float8, net={"depth": 1}).build()
+        compute = torch.compile(lambda p: p.float().square(), backend="inductor", fullgraph=True)
+        return [local_tensor(compute(p.detach())) for p in model.parameters()]
+
+    results, hits = [], []
+    with fresh_cache():
+        for float8 in (False, True, False):
+            before = counters["aot_autograd"]["autograd_cache_hit"]
+            results.append(squares(float8))
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"] - before)
+    for plain, shard, again in zip(*results, strict=True):
+        assert torch.equal(plain, shard) and torch.equal(plain, again)
+    assert hits[0] < hits[2], "the cache is not in use"
+
+
 def replicas_and_tensor_parallelism():
     """On meshes of two dimensions; with scales of rows in three steps, so that gathers carry one copy at last."""
     inductor = {"executor": "inductor"}
@@ -62,7 +85,14 @@ def replicas_and_tensor_parallelism():
 
 
 def test_two_ranks():
-    run_checks(2, [same_code_same_bits, checkpointed_graphs_read_the_forwards_copy_in_the_backward])
+    run_checks(
+        2,
+        [
+            same_code_same_bits,
+            checkpointed_graphs_read_the_forwards_copy_in_the_backward,
+            shards_do_not_run_code_that_was_compiled_for_plain_ones,
+        ],
+    )
 
 
 @pytest.mark.long
