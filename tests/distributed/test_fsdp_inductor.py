@@ -53,7 +53,9 @@ def shards_do_not_run_code_that_was_compiled_for_plain_ones():
     def squares(float8: bool) -> list[torch.Tensor]:
         torch._dynamo.reset()
         model = Setup("tensorwise", world_mesh(), float8, net={"depth": 1}).build()
-        compute = torch.compile(lambda p: p.float().square(), backend="inductor", fullgraph=True)
+        compute = torch.compile(
+            lambda p: p.float().square(), backend="inductor", fullgraph=True, dynamic=False
+        )
         return [local_tensor(compute(p.detach())) for p in model.parameters()]
 
     results, hits = [], []
