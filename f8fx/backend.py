@@ -8,7 +8,6 @@ only; what is global are the lowerings of our operators (:mod:`f8fx.lowerings`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -110,11 +109,9 @@ def compile_graph(
 
     def attempt(graph: fx.GraphModule, keep_to_halves: bool) -> Callable[..., Any]:
         run = _runner(options, config, compile_fx, keep_to_halves)
-        # a backward that fails must fail here, where there is something to fall back to
-        with (
-            repeatable_backwards(),
-            contextlib.nullcontext() if options.strict else eager_backward_lowering(),
-        ):
+        # a backward that fails must fail here, where there is something to fall back to, and one that is compiled
+        # when it first runs would take what that call retains for what all calls do
+        with repeatable_backwards(), eager_backward_lowering():
             if options.weights == "dynamic":
                 return run(graph, example_inputs, graph_pass)
             return _run_with_weights(graph, example_inputs, options, config, graph_pass, run)

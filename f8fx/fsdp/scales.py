@@ -152,11 +152,13 @@ class WeightScales:
             return None
         return mesh if mesh.ndim == 1 else mesh[names[sharded[0]]]  # type: ignore[index]
 
-    def scales(self, shard: Float8Shard, mesh: DeviceMesh, source: torch.dtype) -> tuple[Tensor, ...]:
-        """One tensor of scales for each format, of the whole weight rounded to ``source``."""
-        self.manager.prepare(self, shard, mesh)
+    def scales(
+        self, shard: Float8Shard, mesh: DeviceMesh, source: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], str | None]:
+        """One tensor of scales for each format, of the whole weight rounded to ``source``; and why not to use them."""
+        problem = self.manager.prepare(self, shard, mesh)
         assert self.reduced is not None
-        return tuple(self.reduced.scales(self, form, source) for form in self.formats)
+        return tuple(self.reduced.scales(self, form, source) for form in self.formats), problem
 
 
 class Scales:
@@ -219,13 +221,19 @@ class Scales:
         """A gather has arrived."""
         self.fresh = False
 
-    def prepare(self, weight: WeightScales, shard: Float8Shard, mesh: DeviceMesh) -> None:
+    def prepare(self, weight: WeightScales, shard: Float8Shard, mesh: DeviceMesh) -> str | None:
         """Makes sure, just before a gather, that the weight's amaxes are those of now.
 
+        Returns:
+            In a backward, what is wrong if the weight was changed since the last forward. That is no matter if
+            nobody reads what is gathered: FSDP2 gathers ahead what it takes to be next, which may be a block of an
+            evaluation, whose weights an optimizer that runs within the backward has changed already.
+
         Raises:
-            RuntimeError: if they are seen not to be: in a backward, if the weight was changed since the last forward;
-                in a forward, if it was changed since that began; with ``"manual"``, since they were last taken.
+            RuntimeError: if they are seen not to be: in a forward, if it was changed since that began; with
+                ``"manual"``, since they were last taken.
         """
+        problem = None
         # of the others each is looked at when it is gathered itself
         if not self.running and not in_backward() and not self.fresh and self.due([weight]):
             self.refresh()
@@ -233,7 +241,7 @@ class Scales:
         elif self.mode == "manual" or not in_backward():
             self._check(weight, shard)
         elif in_backward() and weight.version not in (None, weight.version_now(shard)):
-            raise RuntimeError(
+            problem = (
                 f"f8fx.fsdp: {weight.fqn!r} was changed between a forward and a backward, and its scale is that of "
                 "the last forward. Run the backward before changing weights (an evaluation with averaged "
                 "weights in between changes them, too)"
@@ -241,6 +249,7 @@ class Scales:
         if weight.reduced is None or weight.mesh is None or ranks(weight.mesh) != ranks(mesh):
             self._reduce([(weight, shard, mesh)])
         weight.mesh = mesh
+        return problem
 
     def _check(self, weight: WeightScales, shard: Float8Shard) -> None:
         if weight.reduced is None:

@@ -218,7 +218,7 @@ class Float8Shard(torch.Tensor):
         weight.copies.stays_in_memory(self)
         source = mp_policy.param_dtype or self.dtype
         layout = Layout(self.plain, tuple(outer_size), mesh, weight.is_sharded())
-        scales = weight.scales(self, mesh, source)
+        scales, problem = weight.scales(self, mesh, source)
         x = self.plain.to(source)
         wire = _wire_dtype(weight.wire, mesh)
         chosen = weight.copies.sends(mesh)
@@ -234,7 +234,7 @@ class Float8Shard(torch.Tensor):
             sent.append(data.view(wire or form.dtype))
         # a group of one gathers the first tensor only (torch 2.13)
         local = tuple(sent[1:]) if layout.is_whole else ()
-        return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local, chosen)
+        return tuple(sent[: len(sent) - len(local)]), (scales, tuple(outer_size), local, chosen, problem)
 
     def fsdp_post_all_gather(
         self,
@@ -244,8 +244,14 @@ class Float8Shard(torch.Tensor):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """What is made of what arrived: a :class:`Float8Weight`, or new scales for the one there is."""
-        scales, size, local, chosen = metadata
+        """What is made of what arrived: a :class:`Float8Weight`, or new scales for the one there is.
+
+        Raises:
+            RuntimeError: if the scales are not those of what was gathered.
+        """
+        scales, size, local, chosen, problem = metadata
+        if problem is not None:
+            raise RuntimeError(problem)
         formats = self.weight.formats
         copies = self.weight.copies
         copies.present = chosen

@@ -98,6 +98,42 @@ def accumulation_and_clipping():
     both(Setup("tensorwise", world_mesh()), accumulated)
 
 
+class Headless(Net):
+    """The last weights that a forward reads are gathered in float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Identity()
+
+
+def optimizer_in_the_backward():
+    """With evaluations in between: FSDP2 gathers ahead the last block of those, stepped already, and nobody reads it."""
+
+    def run(model: Net) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            seen[f"gradient {len(seen)}"] = whole(parameter.grad)
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(4):
+            with torch.no_grad():
+                seen[f"evaluation {number}"] = model(batch(10 + number))
+            loss_of(model(batch(number, dist.get_rank()))).backward()
+        return seen | {name: whole(p) for name, p in model.named_parameters()}
+
+    for recipe in ("tensorwise", "rowwise"):
+        results = []
+        for float8 in (False, True):
+            torch.manual_seed(0)
+            results.append(run(Setup(recipe, world_mesh(), float8).apply(Headless().to(bf16))))
+        assert_same(*results, recipe)
+
+
 def frozen():
     def run(model: Net) -> dict[str, Any]:
         return train(model, 2)
@@ -321,6 +357,7 @@ def test_two_ranks():
             autocast,
             half,
             accumulation_and_clipping,
+            optimizer_in_the_backward,
             frozen,
             tied,
             checkpointing,
