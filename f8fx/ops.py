@@ -39,6 +39,7 @@ import torch
 from torch import SymInt, Tensor
 
 from f8fx.kernels import cast, grouped, row_cast_columns
+from f8fx.torch_private import statically_true
 
 _LIB = torch.library.Library("f8fx", "DEF")
 
@@ -195,7 +196,11 @@ for _name, _implementation in (
 
 
 def _round_up(size: int | SymInt, multiple: int) -> int | SymInt:
-    return (size + multiple - 1) // multiple * multiple if multiple > 1 else size
+    """As :func:`f8fx.kernels.cast.padding` has it."""
+    if multiple == 1:
+        return size
+    count = (size + multiple - 1) // multiple
+    return (count if statically_true(size >= 1) else torch.sym_max(count, 1)) * multiple
 
 
 def _check_2d(operator: str, *tensors: Tensor) -> None:

@@ -56,7 +56,7 @@ def quantize(
         x: ``[rows, columns]``.
         scale: ``[]``, ``[rows]`` for ``dim=1`` or ``[columns]`` for ``dim=0``.
         transpose: give ``[columns, rows]``, itself contiguous, instead of ``[rows, columns]``.
-        align: the result's two sizes are rounded up to multiples of these, the rest being zeros.
+        align: the result's two sizes are rounded up to multiples of these (:func:`padding`), the rest being zeros.
     """
     limit = torch.finfo(dtype).max
     scaled = x.to(torch.float32) * broadcast(scale, dim)
@@ -89,5 +89,11 @@ def broadcast(scale: Tensor, dim: int | None) -> Tensor:
 
 
 def padding(size: int, multiple: int) -> int:
-    """How many elements take ``size`` up to a multiple of ``multiple``."""
-    return (-size) % multiple if multiple > 1 else 0
+    """How many elements take ``size`` up to a multiple of ``multiple``: to the first one if there is nothing to pad.
+
+    So the strides of a padded matrix of no columns are those of a matrix, which gemms ask for, and a compiler that does not
+    know its size knows that.
+    """
+    if multiple == 1:
+        return 0
+    return (-size) % multiple if size else multiple

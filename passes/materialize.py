@@ -11,6 +11,9 @@ backward then stands in for saving that result, and no byte more is saved.
 *Gradients of norms of a matmul's parts*, as of the heads of q and k. The norm's backward sums over rows of 128, say, and
 the matmul casts rows of 4096: no kernel that has the sums at hand can take the amax and cast. Inductor writes something in
 between, of its own choosing: a tensor or two in float32. The gradient itself, rounded as it is in eager execution, is less.
+
+*What a grouped matmul in high precision reads*, too: the gradient of experts' weights. It reads memory, so Inductor writes a
+copy for it, in an order of its own choosing that the matmul may reject, and computes the tensor again for the casts.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from torch import fx
 from f8fx import ops
 
 from .backward import backward_nodes
+from .experts import GROUPED_MM
 from .fqn import of_node
-from .operand import SAME_ORDER, readers
+from .in_memory import is_in_memory
+from .operand import SAME_ORDER, base_of, readers
 from .residual import is_residual_sum
 from .rewrite import Inserter, Provenance
 
@@ -47,6 +52,10 @@ class Materialize:
         for node in [n for n in graph.nodes if n in backward and n.target not in SAME_ORDER]:
             if _is_pointwise(node) and _is_cast_in_other_rows(node) and _is_gradient_of_norm(node, backward):
                 _mark(graph, node, "grad_input")
+        for node in graph.find_nodes(op="call_function", target=GROUPED_MM):
+            for source in dict.fromkeys(map(base_of, node.args[:2])):
+                if not is_in_memory(source) and any(_cast_matrices(source)):
+                    _mark(graph, source, "grad_weight")
 
 
 def _mark(graph: fx.Graph, node: fx.Node, role: str) -> None:

@@ -33,6 +33,7 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.recipe import QuantSpec, Recipe
+from f8fx.torch_private import size_hint
 
 from .choice import ALIGNMENT, Convert, reading
 from .experts import offsets_of
@@ -179,7 +180,10 @@ class _GemmRewrite:
         """The product in the dtype of the matmul it replaces, padding sliced off."""
         insert, spec, wanted = self.insert, self.spec, self.gemm.dtype
         after = spec.is_rowwise and (
-            self.rowwise_scales == "after" or (self.rowwise_scales == "torchao" and not spec.use_fast_accum)
+            self.rowwise_scales == "after"
+            or (self.rowwise_scales == "torchao" and not spec.use_fast_accum)
+            # of a vector of scales torch asks whether it has one element, and here that is not known (2.15)
+            or None in map(size_hint, (self.gemm.m, self.gemm.n))
         )
         computed = wanted
         if spec.is_rowwise and wanted != torch.bfloat16:

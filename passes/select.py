@@ -227,13 +227,6 @@ class Select:
         for size in (gemm.m, gemm.k, gemm.n):
             if statically_true(size == 0):
                 return Skip(gemm, "empty")
-        spec = self.recipe.gemm(gemm.role)
-        if (
-            spec is not None
-            and (spec.is_rowwise or gemm.experts)
-            and any(size_hint(size) is None for size in (gemm.m, gemm.n))
-        ):
-            return Skip(gemm, "size known only at run time", "a scale for each row needs the number of rows")
         if self.policy.pad == "never":
             for letter, size in (("k", gemm.k), ("n", gemm.n)):
                 if not is_aligned(size):

@@ -315,7 +315,7 @@ class TestKernels(TestCase):
   1409 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
   1611 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
   1007 MB  extern_kernels._scaled_grouped_mm
-  2819 MB  triton__grouped_mm__scaled_grouped_mm_add_amax_convert_element_type_div_exp_mul_neg_permute_quantize_reciprocal_scale_sigmoid_sub_view
+  2819 MB  triton__scaled_grouped_mm_add_amax_convert_element_type_div_exp_mul_neg_permute_quantize_reciprocal_scale_sigmoid_sub_view
    839 MB  extern_kernels._scaled_grouped_mm
   1409 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
    839 MB  extern_kernels._scaled_grouped_mm

@@ -286,12 +286,16 @@ class Lowering:
         return False
 
     def missing(self, size: Any, multiple: int) -> Any:
-        """How many elements take a size (a number or a sympy expression) to a multiple."""
+        """How many elements take a size (a number or a sympy expression) to a multiple, a size of zero to the first."""
         if multiple == 1:
             return 0
         from torch._inductor.virtualized import V
+        from torch.utils._sympy.functions import FloorDiv, Max
 
-        expression = (-size) % multiple
+        if V.graph.sizevars.statically_known_geq(size, 1):
+            expression = (-size) % multiple
+        else:
+            expression = multiple * Max(1, FloorDiv(size + multiple - 1, multiple)) - size
         return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
 
 

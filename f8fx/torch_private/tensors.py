@@ -66,8 +66,21 @@ def size_hint(size: int | torch.SymInt) -> int | None:
     """The value a symbolic size had when it was traced; None where it has none (unbacked, or ragged)."""
     if isinstance(size, int):
         return size
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
     node = size.node
-    return int(node.hint) if not node.is_nested_int() and node.has_hint() else None
+    if node.is_nested_int():
+        return None
+    if node.has_hint():
+        return int(node.hint)
+    # of a size that was unbacked first, and was found to be another since, it is not on record
+    return None if has_free_unbacked_symbols(node.expr) else _hint_of(node)
+
+
+def _hint_of(node: Any) -> int | None:
+    """Computed anew, as a new ``SymNode`` would."""
+    hint = node.shape_env._maybe_evaluate_static(node.expr, compute_hint=True)
+    return None if hint is None else int(hint)
 
 
 def statically_true(condition: bool | torch.SymBool) -> bool:

@@ -79,6 +79,34 @@ def test_a_matmul_of_experts_is_one_too():
     assert marked(f, *inputs, recipe="rowwise", experts="convert") == 1
 
 
+def grouped(x, w):
+    """A layer of experts whose gradient is computed element by element."""
+    return torch._grouped_mm(x, w.mT, torch.tensor([6, 16], dtype=torch.int32)).sin()
+
+
+def test_what_the_gradient_of_experts_weights_reads():
+    """Beside the cast of the same gradient; it stays in high precision, and reads memory."""
+    inputs = randn(16, 32), randn(2, 32, 32, seed=1)
+    text = graph_after(grouped, *inputs, recipe="rowwise", experts="convert")
+    (marked,) = (line for line in text.splitlines() if "f8fx.materialize(" in line)
+    name, _, source = marked.partition(":")
+    assert source.startswith(" bf16[16,32] = f8fx.materialize(mul")
+    assert f"f8fx.amax({name}, 1)" in text and re.search(rf"permute\({name}, ", text)
+
+
+def test_gradients_of_experts_that_nothing_casts():
+    inputs = randn(16, 32), randn(2, 32, 32, seed=1)
+    assert marked(grouped, *inputs, recipe="rowwise", experts="leave") == 0
+
+
+def test_a_gradient_of_experts_that_is_in_memory():
+    def f(x, w):
+        return torch._grouped_mm(x, w.mT, torch.tensor([6, 16], dtype=torch.int32))
+
+    inputs = randn(16, 32), randn(2, 32, 32, seed=1)
+    assert marked(f, *inputs, recipe="rowwise", experts="convert") == 0
+
+
 def test_dropout_is_no_other_matmul():
     def f(x, w):
         h = x + F.dropout(F.linear(x, w), 0.5)

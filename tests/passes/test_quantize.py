@@ -252,6 +252,37 @@ clone: bf16[5,20] = clone(slice, memory_format=torch.contiguous_format)
 return [clone]""",
         )
 
+    def test_rows_whose_number_is_not_known(self):
+        """Torch would ask whether there is one scale of rows or several: the gemm is not given them."""
+
+        def chosen(x, mask, w):
+            return F.linear(x[mask], w)
+
+        args = randn(64, 32, grad=False), torch.ones(64, dtype=torch.bool), randn(48, 32, grad=False)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            text = graph_after(chosen, *args, recipe="rowwise", rowwise_scales="in_gemm")
+        self.assertExpectedInline(
+            text[text.index("amax:") :],
+            """\
+amax: f32[u0] = f8fx.amax(index, 1)
+scale: f32[u0] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
+quantize: e4m3[u0,32] = f8fx.quantize(index, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal: f32[u0] = reciprocal(scale)
+amax_1: f32[48] = f8fx.amax(arg2_1, 1)
+scale_1: f32[48] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=True)
+quantize_1: e4m3[48,32] = f8fx.quantize(arg2_1, scale_1, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal_1: f32[48] = reciprocal(scale_1)
+permute: e4m3[32,48] = permute(quantize_1, [1, 0])
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+scaled_mm: f32[u0,48] = _scaled_mm(quantize, permute, full, full, None, None, f32, True)
+unsqueeze: f32[u0,1] = unsqueeze(reciprocal, 1)
+unsqueeze_1: f32[1,48] = unsqueeze(reciprocal_1, 0)
+mul: f32[u0,48] = mul(unsqueeze, unsqueeze_1)
+mul_1: f32[u0,48] = mul(scaled_mm, mul)
+convert_element_type: bf16[u0,48] = prims.convert_element_type(mul_1, bf16)
+return [convert_element_type]""",
+        )
+
     def test_padding_rowwise(self):
         text = graph_after(F.linear, randn(5, 30, grad=False), randn(20, 30, grad=False), recipe="rowwise")
         self.assertExpectedInline(

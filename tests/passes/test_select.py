@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import f8fx
 from f8fx import hardware
 from f8fx.passes import Pipeline, describe
+from f8fx.recipe import PRESETS
 from f8fx.report import Decision
 from tests.helpers import bf16, joint_graphs, randn, report_of
 
@@ -182,7 +183,8 @@ def test_sizes_that_are_known_only_at_run_time():
         decisions = untouched(chosen, *args, target="h100")
         assert reasons(decisions) == {"size known only at run time"}
         assert {d.detail for d in decisions} == {'select="all" converts'}
-        assert report_of(chosen, *args).converted == 1
+        for recipe in PRESETS:
+            assert report_of(chosen, *args, recipe=recipe).converted == 1
 
 
 def test_filter_fqns():
