@@ -23,7 +23,6 @@ just as it can be a gradient of ``x``, and an e5m2 cast in a forward is worse th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -41,6 +40,7 @@ from .backward import backward_nodes
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
+from .layers import Layers
 from .left import (
     BATCHED,
     BATCHED_GRADIENT,
@@ -51,7 +51,7 @@ from .left import (
     LEFT,
     LEFT_OPERAND,
 )
-from .matmuls import GEMMS, first_shape, is_fused, is_matrix, operands_of, sizes_of, sorted_sizes
+from .matmuls import GEMMS, first_shape, is_fused, is_matrix, operands_of, sizes_of
 from .operand import (
     CASTS,
     input_of,
@@ -136,8 +136,7 @@ class _Walk:
         self.found = Found()
         # one node stands for all 2-D views of the same elements
         self.representatives: dict[Hashable, fx.Node] = {}
-        # which forward matmuls read a tensor, and as what
-        self.readers: dict[fx.Node, list[tuple[Gemm, OperandKind]]] = defaultdict(list)
+        self.known = Layers()
         # why matmuls are left, by the number they share with their gradients
         self.batched: dict[int, str] = {}
         self.no_layers: dict[int, str] = {}
@@ -211,8 +210,8 @@ class _Walk:
             self.no_layers[node.meta.get("seq_nr", -1)] = reason
             return
         gemm = self._gemm(node, "output", fqn.of_node(node), left, right, kinds, node)
-        self.readers[gemm.left.node].append((gemm, kinds[0]))
-        self.readers[gemm.right.node].append((gemm, kinds[1]))
+        self.known.add(gemm.left.node, gemm, kinds[0])
+        self.known.add(gemm.right.node, gemm, kinds[1])
 
     def _grouped(self, node: fx.Node) -> None:
         if reason := why_no_layer(node):
@@ -228,9 +227,9 @@ class _Walk:
         if not self._is_backward(node):
             name = fqn.of_node(node)
             gemm = self._gemm(node, "output", name, left, right, ("input", "weight"), node, experts)
-            self.readers[right.node].append((gemm, "weight"))
+            self.known.add(right.node, gemm, "weight")
             return
-        match = self._forward_of(node, right)
+        match = self.known.forward_of(node, right.node)
         if match is None:
             self._leave(node, _NO_FORWARD)
             return
@@ -250,7 +249,7 @@ class _Walk:
         found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
         assert found is not None
         matrix = self._through_cast(self._trace(found[0]))
-        self.readers[matrix.node].append((gemm, "weight"))
+        self.known.add(matrix.node, gemm, "weight")
         self.batched[gemm.node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
 
     def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
@@ -264,7 +263,7 @@ class _Walk:
     def _why_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> str:
         """Why a matmul is no layer, nor a gradient that the model takes itself; "" if it may be."""
         reason = self.activations.reason(left.node, right.node) if self.activations is not None else ""
-        is_gradient = reason and any(self._forward_of(node, side) for side in (left, right))
+        is_gradient = reason and any(self.known.forward_of(node, side.node) for side in (left, right))
         return "" if is_gradient else reason
 
     def _is_weight(self, node: fx.Node) -> bool:
@@ -302,7 +301,7 @@ class _Walk:
 
     def _is_read_forward(self, side: _Traced) -> bool:
         """Whether a forward matmul reads a tensor, or what it is a cast of."""
-        return side.node in self.readers or self._through_cast(side).node in self.readers
+        return side.node in self.known or self._through_cast(side).node in self.known
 
     def _backward_gemm(self, node: fx.Node) -> None:
         sides = operands_of(node)
@@ -317,11 +316,11 @@ class _Walk:
             return
         traced = [self._trace(side) for side in sides]
         other = is_grad.index(False)
-        match = self._forward_of(node, traced[other])
+        match = self.known.forward_of(node, traced[other].node)
         if match is None:
             # the weight may have been read through its cast
             through = self._through_cast(traced[other])
-            match = self._forward_of(node, through)
+            match = self.known.forward_of(node, through.node)
             traced[other] = through
         number = node.meta.get("seq_nr")
         if match is not None and number in self.no_layers and match[0].node.meta.get("seq_nr") != number:
@@ -341,24 +340,6 @@ class _Walk:
         if node.target is aten.bmm.default:
             return self._batched(node)
         return self.no_layers.get(node.meta.get("seq_nr", -1), _NO_FORWARD)
-
-    def _forward_of(self, node: fx.Node, shared: _Traced) -> tuple[Gemm, OperandKind] | None:
-        """The forward matmul that reads `shared` and whose gradient `node` can be."""
-        sizes = sorted_sizes(sizes_of(node))
-        fits = [
-            (gemm, kind)
-            for gemm, kind in self.readers.get(shared.node, ())
-            if sorted_sizes((gemm.m, gemm.k, gemm.n)) == sizes
-        ]
-        for gemm, kind in fits:
-            # AOTAutograd gives a backward node the sequence number of its forward
-            if "seq_nr" in node.meta and gemm.node.meta.get("seq_nr") == node.meta["seq_nr"]:
-                return gemm, kind
-        name = fqn.of_node(node)
-        for gemm, kind in fits:
-            if gemm.fqn == name:
-                return gemm, kind
-        return fits[0] if fits else None
 
     def _gemm(
         self,

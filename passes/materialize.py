@@ -12,8 +12,8 @@ backward then stands in for saving that result, and no byte more is saved.
 the matmul casts rows of 4096: no kernel that has the sums at hand can take the amax and cast. Inductor writes something in
 between, of its own choosing: a tensor or two in float32. The gradient itself, rounded as it is in eager execution, is less.
 
-*What a grouped matmul in high precision reads*, too: the gradient of experts' weights. It reads memory, so Inductor writes a
-copy for it, in an order of its own choosing that the matmul may reject, and computes the tensor again for the casts.
+*Gradients that a grouped matmul in high precision reads*, that of experts' weights. It reads memory, so Inductor writes a copy
+for it, in an order of its own choosing that the matmul may reject, and computes the gradient again for the casts.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ class Materialize:
                 _mark(graph, node, "grad_input")
         for node in graph.find_nodes(op="call_function", target=GROUPED_MM):
             for source in dict.fromkeys(map(base_of, node.args[:2])):
-                if not is_in_memory(source) and any(_cast_matrices(source)):
+                if source in backward and not is_in_memory(source) and any(_cast_matrices(source)):
                     _mark(graph, source, "grad_weight")
 
 
 def _mark(graph: fx.Graph, node: fx.Node, role: str) -> None:
     insert = Inserter(graph, node.next, Provenance(node.name, of_node(node), role, "materialize", True))
     written = insert(ops.materialize, node)
-    written.meta.update({key: node.meta[key] for key in node.meta if key not in ("val", "f8fx")})
+    # and a size that first appears in a node's result is not defined again by its copy
+    own = ("val", "f8fx", "unbacked_bindings")
+    written.meta.update({key: node.meta[key] for key in node.meta if key not in own})
     node.replace_all_uses_with(written, lambda user: user is not written)
 
 

@@ -42,6 +42,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     import tests.preloaded  # noqa: F401
 
 
+@pytest.fixture(autouse=True)
+def gemms_as_on_a_gpu(monkeypatch):
+    """Graphs with float8 gemms are checked as those for a GPU are: of CPUs torch asks nothing about strides and sizes."""
+    from torch import _meta_registrations as registrations
+
+    device_of = registrations.device_hint
+
+    def device_hint(tensor):
+        return "cuda" if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else device_of(tensor)
+
+    monkeypatch.setattr(registrations, "device_hint", device_hint)
+
+
 @pytest.fixture
 def casts(monkeypatch):
     """Shapes of what is cast, while a test runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
@@ -64,6 +65,41 @@ def test_with_one_block_size_rows_and_columns_never_share_a_launch():
     ]
     groups = [[each.name for each in group] for group in scheduling._along_and_across(nodes)]
     assert groups == [["rows", "cast"], ["columns", "sums"]]
+
+
+@pytest.mark.parametrize("own_blocks", [False, True])
+def test_rows_of_which_one_block_holds_any_number_of_elements_are_launched_alone(own_blocks, monkeypatch):
+    """Combined, Inductor cannot generate code for them; before torch 2.15."""
+    from torch._inductor.codegen import triton_combo_kernel as combo
+    from torch._inductor.virtualized import V
+
+    known, open_ = (node(name, 64, "INNER") for name in ("known", "open"))
+    open_.group = ("cuda", (sympy.Integer(64), sympy.Symbol("s0", integer=True)))
+    looped = node("looped", 64, "INNER")
+    looped.group = open_.group
+    monkeypatch.setattr(
+        combo, "_custom_combo_kernel_horizontal_partition_algorithm", lambda nodes, *_: [list(nodes)]
+    )
+    scheduling._partition_by_kind.cache_clear()
+    try:
+        scheduling._partition_by_kind()
+        nodes = Nodes((known, open_, looped))
+        with V.set_graph_handler(SimpleNamespace()):
+            V.graph.__dict__[scheduling._TUNED] = own_blocks
+            partition = combo._custom_combo_kernel_horizontal_partition_algorithm
+            groups = partition(nodes, None, nodes)
+    finally:
+        scheduling._partition_by_kind.cache_clear()
+    found = {" ".join(sorted(each.name for each in group)) for group in groups}
+    together = {"known looped open"} if scheduling.release() >= (2, 15) else {"known looped", "open"}
+    assert found == together
+
+
+class Nodes(list):
+    """Nodes of a scheduler, and what a partition is told of each."""
+
+    def __getitem__(self, node):
+        return SimpleNamespace(tiling=("x", "r"), is_persistent_reduction=node.name != "looped")
 
 
 class GateUp(nn.Module):

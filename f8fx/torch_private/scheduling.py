@@ -101,12 +101,17 @@ def _partition_by_kind() -> None:
         own_blocks = getattr(V.graph, _TUNED, None)
         if own_blocks is None:
             return default(nodes, scheduling, info)
-        if not own_blocks:
-            return [part for group in default(nodes, scheduling, info) for part in _along_and_across(group)]
-        by_tiling: dict[int, list[Any]] = defaultdict(list)
-        for node in nodes:
-            by_tiling[len(info[node].tiling)].append(node)
-        return [group for alike in by_tiling.values() for group in _launches(alike)]
+        alone = [node for node in nodes if _cannot_be_combined(node, info[node])]
+        nodes = [node for node in nodes if node not in alone]
+        groups: list[list[Any]] = []
+        if own_blocks:
+            by_tiling: dict[int, list[Any]] = defaultdict(list)
+            for node in nodes:
+                by_tiling[len(info[node].tiling)].append(node)
+            groups = [group for alike in by_tiling.values() for group in _launches(alike)]
+        elif nodes:
+            groups = [part for group in default(nodes, scheduling, info) for part in _along_and_across(group)]
+        return [*groups, *([node] for node in alone)]
 
     triton_combo_kernel.set_custom_combo_kernel_horizontal_partition(partition)
 
@@ -133,6 +138,12 @@ def _along_and_across(nodes: list[Any]) -> list[list[Any]]:
     return [part for part in (along, across) if part]
 
 
+def _cannot_be_combined(node: Any, info: Any) -> bool:
+    """A reduction of which one block holds all elements, as many as there are at run time: an error before torch 2.15."""
+    *_, length = node.group[1]
+    return release() < (2, 15) and info.is_persistent_reduction and not _is_number(length)
+
+
 def _kind(node: Any) -> str:
     if _elements(node) <= _SMALL:
         return "small"
@@ -152,7 +163,11 @@ def _elements(node: Any) -> int:
     _, sizes = node.group
     total = 1
     for size in sizes:
-        if not isinstance(size, int) and not getattr(size, "is_number", False):
+        if not _is_number(size):
             return _SMALL + 1
         total *= int(size)
     return total
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, int) or getattr(size, "is_number", False)

@@ -16,6 +16,11 @@ from f8fx.passes.check import CheckError, signature
 from tests.helpers import Block, bf16, compiled, joint_graphs, randn
 
 
+@pytest.fixture
+def gemms_as_on_a_gpu():
+    """Layouts are for *check* to find fault with."""
+
+
 def broken(damage):
     """Converts a linear layer, damages the graph, and checks it; also by what has changed alone."""
     options = f8fx.Options.parse({"select": "all"})

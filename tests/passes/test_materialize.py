@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
+from f8fx import ops
 from f8fx.passes import Materialize
 from f8fx.recipe import PRESETS
 from tests.helpers import compiled, graph_after, randn
@@ -97,6 +98,30 @@ def test_what_the_gradient_of_experts_weights_reads():
 def test_gradients_of_experts_that_nothing_casts():
     inputs = randn(16, 32), randn(2, 32, 32, seed=1)
     assert marked(grouped, *inputs, recipe="rowwise", experts="leave") == 0
+
+
+def test_what_a_layer_of_experts_reads_is_no_gradient():
+    def f(x, w):
+        return torch._grouped_mm(x.sin(), w.mT, torch.tensor([6, 16], dtype=torch.int32))
+
+    inputs = randn(16, 32), randn(2, 32, 32, seed=1)
+    assert marked(f, *inputs, recipe="rowwise", experts="convert") == 0
+
+
+def test_a_size_that_appears_in_a_tensor_is_defined_by_it_alone(monkeypatch):
+    """As by the rows that a mask chooses; Inductor asks for one definition."""
+    materialize, found = Materialize.__call__, []
+
+    def watched(self, graph):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+            node.meta["unbacked_bindings"] = {}
+        materialize(self, graph)
+        written = graph.find_nodes(op="call_function", target=ops.materialize)
+        found.extend("unbacked_bindings" in node.meta for node in written)
+
+    monkeypatch.setattr(Materialize, "__call__", watched)
+    graph_after(residual, *args())
+    assert found == [False]
 
 
 def test_a_gradient_of_experts_that_is_in_memory():
