@@ -28,14 +28,23 @@ NAMES = ("gate", "up", "down")
 COUNTS = torch.tensor([16, 0, 20, 12])
 
 
+class Arrived(Experts):
+    """Of rows whose number is known only at run time, as after an all-to-all."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        chosen = torch.arange(x.shape[0]) < counts.sum()
+        y = super().forward(x[chosen], counts)
+        return torch.zeros_like(x).masked_scatter(chosen[:, None], y)
+
+
 class Net(nn.Module):
     """Layers of experts with a residual connection each."""
 
     says = True  # of its layout what is so
 
-    def __init__(self, turned: bool, experts: int = 4, depth: int = 2) -> None:
+    def __init__(self, turned: bool, experts: int = 4, depth: int = 2, kind: type[Experts] = Experts) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Experts(experts, turned=turned) for _ in range(depth)])
+        self.blocks = nn.ModuleList([kind(experts, turned=turned) for _ in range(depth)])
         for block in self.blocks:
             block.is_transposed = turned is self.says
 
@@ -77,11 +86,12 @@ def steps(
     recipe: str = "rowwise",
     dtype: torch.dtype = bf16,
     mesh: DeviceMesh | None = None,
+    kind: type[Experts] = Experts,
     **shard: Any,
 ) -> tuple[list[list[int]], dict[str, Tensor]]:
     """Bytes gathered in forward and backward, and reduced in the forward, of three steps; and all that was computed."""
     torch.manual_seed(0)
-    model = Net(turned, experts).to(dtype)
+    model = Net(turned, experts, kind=kind).to(dtype)
     if mesh is None:
         fsdp, first, count = world_mesh(), 0, experts
     else:
@@ -124,6 +134,19 @@ def each_half_gathers_its_copy() -> None:
         assert whole_step == [*sent[0][:2], 0]
         assert sent[1][:2] == half  # and in one reduction the ranks settled what gathers carry
         assert sent[2] == [*half, sent[0][2]] == predicted(**case), case
+
+
+def rows_that_arrive() -> None:
+    """Under ``"auto"`` too, what is gathered in float8 is multiplied in float8."""
+    for select in ("all", "auto"):
+        with (
+            torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+            mock.patch.dict(OPTIONS, select=select),
+        ):
+            _, found = steps("auto", kind=Arrived)
+            if select == "all":
+                _, wanted = steps(None, kind=Arrived)
+        assert_same(wanted, found, select)
 
 
 def layouts_that_are_not_said() -> None:
@@ -170,7 +193,7 @@ def of_expert_parallel_ranks() -> None:
 
 
 def test_fsdp_experts() -> None:
-    run_checks(2, [each_half_gathers_its_copy, layouts_that_are_not_said, other_shards])
+    run_checks(2, [each_half_gathers_its_copy, rows_that_arrive, layouts_that_are_not_said, other_shards])
 
 
 def test_fsdp_experts_on_three_ranks() -> None:
