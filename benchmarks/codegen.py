@@ -7,7 +7,7 @@ to move at least: tensors read once, tensors written once; and what the generate
 (:mod:`benchmarks.rereads`).
 
 Private interfaces of torch 2.11, 2.13 and 2.15, used here for measuring and testing only, never by f8fx: what stands in
-for a device goes deeper into Inductor than :mod:`f8fx.torch_private`, and no other file may.
+for a device (:mod:`benchmarks.stand_in`) goes deeper into Inductor than :mod:`f8fx.torch_private`, and no other file may.
 """
 
 from __future__ import annotations
@@ -27,30 +27,11 @@ from torch import fx
 from f8fx import executor, lowerings
 from f8fx.graph_bytes import saved_bytes
 from f8fx.options import Options
-from f8fx.torch_private import fake_tensor_mode
+from f8fx.torch_private import detect_fake_mode, fake_tensor_mode
 from f8fx.tuning import tuning
 
-from .rereads import L2_BYTES, PROCESSORS, Tensor, reread_bytes, strided_bytes
-
-_H100 = types.SimpleNamespace(
-    name="NVIDIA H100",
-    major=9,
-    minor=0,
-    multi_processor_count=PROCESSORS,
-    total_memory=80 << 30,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    warp_size=32,
-    max_threads_per_block=1024,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-    shared_memory_per_block=49152,
-    L2_cache_size=L2_BYTES,
-    is_integrated=0,
-    is_multi_gpu_board=0,
-    gcnArchName="",
-    uuid="stand-in",
-)
+from .rereads import Tensor, reread_bytes, strided_bytes
+from .stand_in import h100 as h100
 
 
 @dataclass(frozen=True)
@@ -94,56 +75,14 @@ class Generated:
         return tuple(kernel for kernel in self.kernels if kernel.is_triton)
 
 
-@contextlib.contextmanager
-def h100() -> Iterator[None]:
-    """Lets Inductor believe that there is one H100, for code generation only."""
-    import torch._inductor.scheduler as scheduler
-    import torch._subclasses.fake_tensor as fake_tensor
-    from torch._dynamo.device_interface import CudaInterface
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    target = GPUTarget("cuda", 90, 32)
-    active = types.SimpleNamespace(
-        get_current_target=lambda: target,
-        get_current_device=lambda: 0,
-        get_active_torch_device=lambda: torch.device("cuda", 0),
-        get_current_stream=lambda device=None: 0,
-    )
-    properties: Callable[..., Any] = lambda device=None: _H100  # noqa: E731
-    stand_ins: dict[str, Any] = {
-        "get_device_properties": properties,
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "synchronize": lambda device=None: None,
-    }
-    with contextlib.ExitStack() as stack:
-
-        def replace(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value))
-
-        for name, value in stand_ins.items():
-            replace(torch.cuda, name, value)
-            replace(CudaInterface, name, staticmethod(value))
-        replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        replace(torch.cuda, "_lazy_init", lambda: None)
-        replace(fake_tensor, "init_gpu_context", lambda device=None: None)
-        replace(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        replace(torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext())
-        replace(CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90))
-        replace(CudaInterface.Worker, "get_device_properties", staticmethod(properties))
-        replace(CudaInterface.Worker, "current_device", staticmethod(lambda: 0))
-        replace(scheduler, "has_triton", lambda *_: True)
-        replace(driver, "_active" if hasattr(driver, "_active") else "active", active)
-        yield
-
-
 def halves(
-    model: Callable[..., Any], *args: Any, float8: bool = True, **options: Any
+    model: Callable[..., Any], *args: Any, float8: bool = True, dynamic: bool | None = None, **options: Any
 ) -> tuple[list[fx.GraphModule], int]:
-    """Forward and backward graph of a model after the passes (or without), and bytes saved between them."""
+    """Forward and backward graph of a model after the passes (or without), and bytes saved between them.
+
+    Args:
+        dynamic: as of ``torch.compile``: whether sizes of inputs are symbols, and bytes are those of the sizes given.
+    """
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
     parsed = Options.parse({"select": "all", "target": "h100", **options})
@@ -171,7 +110,7 @@ def halves(
         return gm.forward
 
     torch.compiler.reset()
-    torch.compile(model, backend=backend, fullgraph=True)(*args)
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     return found, saved
 
 
@@ -197,7 +136,13 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
         # one of Inductor's joint passes, which leaves tensors on the meta device as they are
         replace_random_passes(graph)
         _recursive_post_grad_passes(graph, is_inference=False)
-        lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward, is_inference=False)
+        lowering = GraphLowering(
+            graph,
+            example_inputs=inputs,
+            shape_env=mode.shape_env,
+            is_backward=is_backward,
+            is_inference=False,
+        )
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), _recorded() as sources:
             lowering.run(*inputs)
             code = lowering.codegen()[0]
@@ -408,10 +353,21 @@ def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": cuda}
     half.recompile()
-    mode = fake_tensor_mode(allow_non_fake_inputs=True)
+    values = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
+    dynamic = any(isinstance(size, torch.SymInt) for v in values for size in getattr(v, "shape", (v,)))
+    mode = detect_fake_mode(values) if dynamic else fake_tensor_mode(allow_non_fake_inputs=True)
     with mode:
-        values = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
-        inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=cuda) for v in values]
+        inputs = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=cuda)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in values
+        ]
         with fx.traceback.preserve_node_meta():  # kernels are named after the operators they came from
-            graph = make_fx(lambda *args: fx.Interpreter(half).run(*args), tracing_mode="real")(*inputs)
+            trace = make_fx(
+                lambda *args: fx.Interpreter(half).run(*args),
+                tracing_mode="symbolic" if dynamic else "real",
+                _allow_non_fake_inputs=True,
+            )
+            graph = trace(*inputs)
     return graph, inputs, mode

@@ -170,6 +170,15 @@ def test_code_for_hopper_is_generated_for_every_recipe(recipe):
     assert not [name for name in names if name in ("triton_clone", "triton_permute", "triton_")]
 
 
+@pytest.mark.parametrize("module", [NormLinearSigmoid, GateUp, QueryKeyValue])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_code_for_hopper_is_generated_for_sizes_that_change(module, recipe):
+    halves = generated(module, (2, 250, 4096), recipe=recipe, dynamic=True)
+    for half in halves:
+        assert "_scaled_mm(" in half.code
+        assert re.search(r"empty_strided_cuda\(\(\w*s\d+", half.code)
+
+
 def test_every_kernel_that_is_launched_is_counted_under_the_name_that_a_profile_shows():
     with codegen.watched() as seen:
         halves = generated(NormLinear, (8192, 4096), recipe="rowwise")
