@@ -100,14 +100,24 @@ def count(model: nn.Module, args: tuple[Tensor, ...], case: Case) -> dict[str, i
     }
 
 
-def measure(model: str, tokens: int, cases: Sequence[Case] = CASES) -> dict[str, dict[str, Any]]:
-    """The figures of every case, by its label, with floor and goals."""
+def measure(
+    model: str, tokens: int, cases: Sequence[Case] = CASES, dynamic: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The figures of every case, by its label, with floor and goals.
+
+    Args:
+        dynamic: of code that is for sequences of any length; goals are for one length.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for case in cases:
+        layers, args = block(model, tokens)
+        if dynamic:
+            for arg in args:
+                torch._dynamo.mark_dynamic(arg, 1)
         rows[case.label] = {
-            **count(*block(model, tokens), case),
+            **count(layers, args, case),
             "floor_bytes": floor.total(model, tokens, case.recipe, case.save),
-            "goals": goals(model, tokens, case),
+            "goals": {} if dynamic else goals(model, tokens, case),
         }
     return rows
 
@@ -150,14 +160,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", choices=MODELS, default="llama", help="the block (default llama)")
     parser.add_argument("--sequence", type=int, default=_GOAL_TOKENS, help="tokens (default %(default)s)")
+    parser.add_argument("--dynamic", action="store_true", help="of code for sequences of any length")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON")
     args = parser.parse_args(argv)
-    rows = measure(args.model, args.sequence)
+    rows = measure(args.model, args.sequence, dynamic=args.dynamic)
     grid(args.model, args.sequence, rows).print()
     if args.json:
         result = {
             "model": args.model,
             "sequence": args.sequence,
+            "dynamic": args.dynamic,
             "torch": str(torch.__version__),
             "f8fx": version_of("f8fx"),
             "rows": rows,

@@ -62,6 +62,19 @@ def test_a_llama_block_of_8192_tokens(case):
     assert published().get(case, figures) == figures
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="what is fused is a release's own")
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_a_llama_block_of_sequences_of_any_length(recipe):
+    """What README says of it, and no more saved than of one length."""
+    case = traffic.Case(recipe)
+    row = traffic.measure("llama", 8192, [case], dynamic=True)[case.label]
+    goal = traffic.GOALS[case.label]
+    assert row["saved_bytes"] <= goal["saved_bytes"] and row["gemms"] == 12
+    (text,) = re.findall(r"^- Sizes that change.*?(?=^- )", _README.read_text(), re.MULTILINE | re.DOTALL)
+    (said,) = re.findall(rf"(\d\.\d\d) \(`{recipe}`\)", text)
+    assert format(row["est_bytes"] / GB, ".2f") == said
+
+
 @pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.long), "norm_linear"])
 def test_the_command_counts_every_recipe(model, tmp_path, capsys):
     path = tmp_path / "traffic.json"
