@@ -13,6 +13,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from f8fx import f8fx, installed, recording
 from f8fx.hardware import of_device
 from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, sqnr
+from tests.test_unbacked import Chosen, ChosenExperts, outcome
 
 HAVE_GPU = torch.cuda.is_available() and of_device(torch.device("cuda")).float8_tensor_cores
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAVE_GPU, reason="no GPU with float8 tensor cores")]
@@ -329,3 +330,32 @@ def test_experts_with_any_number_of_rows(weights):
             want = experts_on("cpu", model, x, counts, **options)
             found = experts_on("cuda", model, x, counts, **options)
             assert sqnr(want["output"], found["output"]) > 40
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_whose_number_is_known_only_at_run_time(recipe):
+    """Rows chosen by a mask; none at all, too: of what is contracted one multiple of 16 remains, of zeros."""
+    model, x = Chosen().to("cuda"), normal(64, 32).requires_grad_()
+    call = compiled(model, fullgraph=True, recipe=recipe, executor="inductor")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for rows in (21, 64, 1, 0):
+            mask = torch.arange(64, device="cuda") < rows
+            found = outcome(model, call, x, mask)
+            for exact, value in zip(outcome(model, model, x, mask), found, strict=True):
+                assert sqnr(exact, value) > 20 if rows else not value.any()
+
+
+@needs_grouped_gemm
+def test_experts_whose_rows_are_chosen_at_run_time():
+    model, x = ChosenExperts().to("cuda", bf16), normal(64, 32).requires_grad_()
+    options = {"recipe": "rowwise", "experts": "convert", "executor": "inductor"}
+    call = compiled(model, fullgraph=True, **options)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for counts in ([16, 0, 20, 12], [1, 2, 3, 7]):
+            rows, counts = sum(counts), torch.tensor(counts, device="cuda")
+            fixed = compiled(
+                lambda x, counts=counts, rows=rows: model(x, slice(rows), counts), **options, dynamic=False
+            )
+            found = outcome(model, call, x, torch.arange(64, device="cuda") < rows, counts)
+            for want, value in zip(outcome(model, fixed, x), found, strict=True):
+                assert sqnr(want, value) > 30
