@@ -114,6 +114,12 @@ def halves(
     return found, saved
 
 
+def of_any_size(tensors: Sequence[Any], dim: int) -> None:
+    """What is compiled for these tensors is for any size of that dimension."""
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
 def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
     """Lowers one half for the stand-in H100; call inside :func:`h100`."""
     from torch._inductor import config

@@ -28,7 +28,7 @@ from f8fx.recipe import PRESETS
 
 from . import floor
 from .blocks import block
-from .codegen import generate, halves
+from .codegen import generate, halves, of_any_size
 from .common import Grid
 from .floor import Save
 from .stand_in import h100
@@ -112,8 +112,7 @@ def measure(
     for case in cases:
         layers, args = block(model, tokens)
         if dynamic:
-            for arg in args:
-                torch._dynamo.mark_dynamic(arg, 1)
+            of_any_size(args, 1)
         rows[case.label] = {
             **count(layers, args, case),
             "floor_bytes": floor.total(model, tokens, case.recipe, case.save),
