@@ -347,7 +347,8 @@ def _own_bytes(lowering: Any, node: Any) -> int:
 
 
 def _bytes(lowering: Any, name: str) -> int:
-    return int(lowering.get_numel(name)) * lowering.get_dtype(name).itemsize
+    elements = lowering.sizevars.optimization_hint(lowering.get_numel(name))
+    return int(elements) * lowering.get_dtype(name).itemsize
 
 
 def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from f8fx.kernels import cast as definition
-from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, row_cast, row_cast_columns
+from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, launch, row_cast, row_cast_columns
 from f8fx.torch_private import jit_function
 
 from . import common
@@ -151,11 +151,12 @@ def _amaxes(xs: Sources, name: str) -> list[Version]:
     if name in _CLAMP and xs[0].device.type == "cuda":
         load = f"x = tl.load(in0 + ({columns}*m + n), inside, 0.0).to(tl.float32)"
         kernel = jit_function(computed_amaxes.source(1, [load], ["x"], 1), computed_amaxes.NAME)
-        constants = {**computed_amaxes.constants(rows, columns), "num_warps": computed_amaxes.warps()[0]}
+        programs = launch.ceil_div(rows, computed_amaxes.ROWS) * computed_amaxes.across(columns)
+        constants = {**computed_amaxes.constants(columns), "num_warps": computed_amaxes.warps()[0]}
 
         def run(x: Tensor) -> Tensor:
             amaxes = torch.zeros(computed_amaxes.length(rows, columns, 1), dtype=torch.int32, device=x.device)
-            kernel[(computed_amaxes.programs(rows, columns),)](x, amaxes, **constants)
+            kernel[(programs,)](x, amaxes, rows, **constants)
             return amaxes.view(torch.float32)
 
         return [functools.partial(run, x) for x in xs]

@@ -1,6 +1,7 @@
 """Lowerings to Triton kernels of our own, and to Inductor's where ours are not for.
 
-Ours are for GPUs whose canary (:mod:`f8fx.canary`) found them to be right, and for sizes that are known.
+Ours are for GPUs whose canary (:mod:`f8fx.canary`) found them to be right, and for rows of known length; how many there are
+may be found out at run time, if it is known that there are any.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ def _row_cast_columns(
 ) -> list[Any] | None:
     """One launch of :mod:`kernels.row_cast_columns`; ``None`` where it is not for."""
     kernel = row_cast_columns
-    layouts = [table.numbers((*x.get_size(), *x.get_stride())) for x in sources]
-    known = [layout for layout in layouts if layout is not None]
-    if not _is_allowed(sources[0]) or len(known) < len(layouts):
+    rows = [x.get_size()[0] for x in sources]
+    layouts = {table.numbers((x.get_size()[1], *x.get_stride())) for x in sources}
+    (layout,) = layouts if len(layouts) == 1 else (None,)
+    if layout is None or not _is_allowed(sources[0]) or not all(map(table.is_positive, rows)):
         return None
-    rows, (_, columns, stride, inner) = [size for size, *_ in known], known[0]
-    if inner != 1 or any(layout[1:] != known[0][1:] for layout in known):
+    columns, stride, inner = layout
+    if inner != 1:
         return None
-    step = kernel.rows_per_program(sum(rows), columns, table.multiprocessors(sources[0].get_device()))
-    programs = kernel.programs(rows, step)
+    multiprocessors = table.multiprocessors(sources[0].get_device())
+    step = kernel.rows_per_program(sum(map(table.hint, rows)), columns, multiprocessors)
+    programs = sum(table.ceil_div(size, step) for size in rows)
     copy = table.empty((sum(rows), columns), dtype, sources[0])
     inverse = table.empty((sum(rows),), torch.float32, sources[0])
     amaxes = table.zeros((len(groups), columns), torch.int32, sources[0])
@@ -67,10 +70,10 @@ def _row_cast_columns(
     for index, heights in enumerate(ops.in_groups(rows, groups)):
         end = start + sum(heights)
         amax = table(aten.view.dtype, table(aten.select, amaxes, 0, index), torch.float32)
-        part = table(aten.slice, inverse, 0, start, end)
+        part = table.part(inverse, start, end)
         if len(groups) > 1 and not as_strided_keeps_offsets():
             part = table.copied(part)
-        results += [table(aten.slice, copy, 0, start, end), part, amax]
+        results += [table.part(copy, start, end), part, amax]
         start = end
     return results
 
@@ -100,9 +103,12 @@ def _computed_amaxes(
     whole = table.parts(x)
     parts = [x] if whole is None else list(whole.values)
     values = [*parts, *others]
-    shapes = {table.numbers(value.get_size()) for value in [*values, *summed]}
+    shapes = {tuple(value.get_size()) for value in [*values, *summed]}
     (shape,) = shapes if len(shapes) == 1 else (None,)
     if shape is None or not _is_allowed(x) or (whole is not None and whole.dim != 1):
+        return None
+    (rows, columns), known = shape, table.numbers(shape[1:])
+    if known is None or not table.is_positive(rows):
         return None
     written = expressions([*values, *summed])
     if written is None:
@@ -110,11 +116,12 @@ def _computed_amaxes(
     results, sums = written.results[: len(values)], written.results[len(values) :]
     if not set(sums) <= set(results):
         return None
-    rows, columns = shape
+    (columns,) = known
     arguments: dict[str, Any] = {f"in{index}": value for index, value in enumerate(written.inputs)}
     arguments["amaxes"] = table.zeros((kernel.length(rows, columns, len(values)),), torch.int32, x)
+    bands = table.ceil_div(rows, kernel.ROWS)
     if sums:
-        arguments["sums"] = table.empty(kernel.sums_shape(rows, columns, len(sums)), torch.float32, x)
+        arguments["sums"] = table.empty((len(sums), bands, columns), torch.float32, x)
     text = kernel.source(
         len(written.inputs),
         written.lines,
@@ -125,14 +132,14 @@ def _computed_amaxes(
     )
     table.launched(
         jit_function(text, kernel.NAME),
-        kernel.programs(rows, columns),
+        bands * kernel.across(columns),
         kernel.warps(len(sums)),
-        {**arguments, **kernel.constants(rows, columns, len(sums))},
+        {**arguments, "M": rows, **kernel.constants(columns, len(sums))},
         ("amaxes", "sums") if sums else ("amaxes",),
     )
     found = table(aten.view.dtype, arguments["amaxes"], torch.float32)
     ends = [0, rows, *(rows + count * columns for count in range(len(parts), len(values) + 1))]
-    amaxes = [table(aten.slice, found, 0, start, end) for start, end in itertools.pairwise(ends)]
+    amaxes = [table.part(found, start, end) for start, end in itertools.pairwise(ends)]
     totals = []
     for index, value in enumerate(summed):
         total = table(aten.sum.dim_IntList, table(aten.select, arguments["sums"], 0, index), [0])

@@ -18,6 +18,7 @@ programs added to one number in the order in which they come.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ from . import cast as definition
 from . import launch
 
 NAME = "computed_amaxes_kernel"
-#: A program goes down ``_ROWS`` rows of ``_BLOCK`` columns, ``_STEP`` rows at a time, with rows that one warp reads side
+#: A program goes down so many rows of ``_BLOCK`` columns, ``_STEP`` rows at a time, with rows that one warp reads side
 #: by side. **Not measured yet: to be tuned on a GPU.**
-_ROWS, _STEP, _BLOCK = 64, 8, 256
+ROWS = 64
+_STEP, _BLOCK = 8, 256
 
 
 def source(
@@ -47,7 +49,8 @@ def source(
             numbers ``n`` (a row); they read with the mask ``inside``.
         results: the names of the tensors in them, float32, each of the tile's shape.
         side_by_side: how many of them rows go through.
-        summed: whose columns are summed, by their place among the results; if any, the kernel takes ``sums``, too.
+        summed: whose columns are summed, by their place among the results; if any, the kernel takes ``sums``, too: float32
+            [summed, bands, columns], of each summed tensor what the rows of each program add up to.
         imports: statements that import what the lines need beside ``tl``.
     """
     written = ["amaxes", "sums"] if summed else ["amaxes"]
@@ -68,7 +71,7 @@ def source(
             "",
             "",
             "@triton.jit",
-            f"def {NAME}({arguments}, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, "
+            f"def {NAME}({arguments}, M, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, "
             "BLOCK: tl.constexpr):",
             "    blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK",
             "    program = tl.program_id(0)",
@@ -101,12 +104,12 @@ def source(
     )
 
 
-def constants(rows: int, columns: int, summed: int = 0) -> dict[str, int]:
-    """The kernel's compile-time arguments, for tensors [rows, columns] of which some are summed.
+def constants(columns: int, summed: int = 0) -> dict[str, int]:
+    """The kernel's compile-time arguments, for tensors of so many columns of which some are summed.
 
     Sums are kept in registers beside the amaxes, so a step is half as large.
     """
-    return {"M": rows, "N": columns, "ROWS": _ROWS, "STEP": _STEP // 2 if summed else _STEP, "BLOCK": _BLOCK}
+    return {"N": columns, "ROWS": ROWS, "STEP": _STEP // 2 if summed else _STEP, "BLOCK": _BLOCK}
 
 
 def warps(summed: int = 0) -> tuple[int, ...]:
@@ -114,19 +117,14 @@ def warps(summed: int = 0) -> tuple[int, ...]:
     return (4,) if summed else (4, 8)
 
 
-def programs(rows: int, columns: int) -> int:
-    """How many programs there are."""
-    return launch.ceil_div(rows, _ROWS) * launch.ceil_div(columns, _BLOCK)
+def across(columns: int) -> int:
+    """How many programs stand side by side; below each other there is one for :data:`ROWS` rows."""
+    return launch.ceil_div(columns, _BLOCK)
 
 
-def length(rows: int, columns: int, tensors: int) -> int:
+def length(rows: Any, columns: int, tensors: int) -> Any:
     """Elements of ``amaxes``: int32, zeros before the launch, the bits of float32 after it; rows, then columns."""
     return rows + tensors * columns
-
-
-def sums_shape(rows: int, columns: int, summed: int) -> tuple[int, int, int]:
-    """The shape of ``sums``, float32: of each summed tensor what each ``_ROWS`` rows add up to."""
-    return summed, launch.ceil_div(rows, _ROWS), columns
 
 
 def reference(tensors: Sequence[Tensor], side_by_side: int) -> Tensor:

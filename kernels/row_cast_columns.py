@@ -47,17 +47,22 @@ def warps(columns: int) -> tuple[int, ...]:
 
 
 def why_not(tensors: Sequence[Tensor], dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot take tensors (fake ones will do), in one sentence; ``None`` where it can."""
+    """Why the kernel cannot take tensors (fake ones will do), in one sentence; ``None`` where it can.
+
+    The number of rows may be a symbol, of one or more.
+    """
     x = tensors[0]
     if x.dim() != 2 or x.dtype not in launch.SOURCES or dtype not in launch.TRITON_FLOAT8:
         return "the kernel reads 2-D bfloat16, float16 and float32 tensors and writes float8"
     if len(tensors) > MOST:
         return f"there are more than {MOST} tensors"
-    if not all(type(size) is int for tensor in tensors for size in (*tensor.shape, *tensor.stride())):
-        return "sizes are not known"
-    if any(tensor.numel() == 0 for tensor in tensors) or x.shape[1] * x.element_size() > LONGEST_ROW:
+    layouts = [(tensor.shape[1], *tensor.stride()) for tensor in tensors]
+    if not all(type(size) is int for layout in layouts for size in layout):
+        return "the length of rows, or the distance between them, is not known"
+    empty = any(isinstance(tensor.shape[0], int) and not tensor.shape[0] for tensor in tensors)
+    if empty or not 0 < x.shape[1] * x.element_size() <= LONGEST_ROW:
         return f"rows have 1 to {LONGEST_ROW} bytes"
-    if any(tensor.stride() != (x.stride(0), 1) or tensor.shape[1] != x.shape[1] for tensor in tensors):
+    if any(layout != (x.shape[1], x.stride(0), 1) for layout in layouts):
         return "elements of a row do not lie side by side, or rows of the tensors at different distances"
     return None
 

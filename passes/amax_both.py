@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -26,12 +26,13 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.torch_private import statically_true
 
 from .backward import backward_nodes
 from .columns import column_sums, inputs_of, is_over_rows, side_by_side
 from .in_memory import is_in_memory
 from .one_read import ends_in
-from .operand import SAME_ORDER, flat_base, readers, shape_of
+from .operand import SAME_ORDER, flat_base, is_same, readers, shape_of
 
 aten = torch.ops.aten
 
@@ -65,9 +66,9 @@ class AmaxBoth:
             return None
         parts = side_by_side(source)
         shape = shape_of(parts[0])
-        if any(type(size) is not int or not size for size in shape) or any(
-            shape_of(part) != shape for part in parts
-        ):
+        if not statically_true(shape[0] > 0) or type(shape[1]) is not int or not shape[1]:
+            return None
+        if not all(_same_shape(part, shape) for part in parts):
             return None
         inputs: set[Hashable] = set()
         for part in parts:
@@ -86,7 +87,7 @@ class _Match:
     """A computed tensor.
 
     Attributes:
-        shape: of each of the parts that stand side by side in it.
+        shape: of each of the parts that stand side by side in it; rows may be a symbol.
         rows, columns: its amaxes.
         inputs: what it is computed from.
         sums: of its parts' columns, each with the part.
@@ -94,12 +95,17 @@ class _Match:
     """
 
     source: fx.Node
-    shape: tuple[int, ...]
+    shape: tuple[int | torch.SymInt, ...]
     rows: fx.Node
     columns: fx.Node
     inputs: set[Hashable]
     sums: dict[fx.Node, fx.Node]
     others: list[fx.Node] = field(default_factory=list)
+
+
+def _same_shape(node: fx.Node, shape: Sequence[int | torch.SymInt]) -> bool:
+    own = shape_of(node)
+    return len(own) == len(shape) and all(map(is_same, own, shape))
 
 
 def _amax_of(scale: fx.Node, source: fx.Node, dim: int) -> fx.Node | None:
@@ -156,7 +162,7 @@ def _others(
     place = min(match.rows, match.columns)
     taken = []
     for candidate in [found for key in match.inputs for found in candidates.get(key, ())]:
-        if shape_of(candidate.source) != match.shape or not candidate.inputs <= match.inputs:
+        if not _same_shape(candidate.source, match.shape) or not candidate.inputs <= match.inputs:
             continue
         # what stands before the kernel and reads this amax moves behind it
         needed = match.source in _readers(candidate.amax, place)

@@ -11,7 +11,7 @@ from torch import fx
 from f8fx import ops
 
 from .in_memory import is_in_memory, part_in_memory
-from .operand import CASTS, SAME_ORDER, base_of, flat_base, readers, shape_of
+from .operand import CASTS, SAME_ORDER, base_of, flat_base, is_same, readers, shape_of
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def column_sums(tensor: fx.Node) -> list[fx.Node]:
     return [
         user
         for user in readers(flat_base(tensor), SAME_ORDER | CASTS)
-        if user.target in _SUMS and user.meta["val"].numel() == shape_of(tensor)[1]
+        if user.target in _SUMS and is_same(user.meta["val"].numel(), shape_of(tensor)[1])
     ]
 
 
@@ -55,10 +55,12 @@ def inputs_of(source: fx.Node) -> set[Hashable] | None:
         if node in seen or not isinstance(value, torch.Tensor):
             continue
         seen.add(node)
-        if "f8fx" in node.meta and value.numel() in (rows, columns) and value.numel() < rows * columns:
+        count = value.numel()
+        of_scales = is_same(count, rows) or is_same(count, columns)
+        if "f8fx" in node.meta and of_scales and not is_same(count, rows * columns):
             found.add(node)  # scales of a gemm, which are written
             continue
-        if value.numel() > 1 and value.shape[-1] != columns:
+        if not is_same(count, 1) and not is_same(value.shape[-1], columns):
             return None  # a number a row: the mean of a norm
         if node.target in _CONSTANTS:
             continue

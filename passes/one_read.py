@@ -26,6 +26,7 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.kernels import row_cast_columns
+from f8fx.torch_private import statically_true
 
 from .backward import backward_nodes
 from .choice import ALIGNMENT
@@ -122,6 +123,8 @@ class OneRead:
         parts = _parts(source)
         if not all(self.has_kernel(part.meta["val"].device) and is_in_memory(part) for part in parts):
             return None
+        if not all(statically_true(part.meta["val"].shape[0] > 0) for part in parts):
+            return None
         if row_cast_columns.why_not([part.meta["val"] for part in parts], cast.kwargs["dtype"]):  # type: ignore[arg-type]
             return None
         return _Match(tuple(parts), rows, columns, scale, inverses, cast)
@@ -177,8 +180,9 @@ def _launches(found: Sequence[_Match], order: dict[fx.Node, int]) -> list[list[_
 
 
 def _is_early(node: fx.Node) -> bool:
-    """Whether a tensor is there from the start, and its rows end where scales of others may begin."""
-    aligned = node.meta["val"].shape[0] % ALIGNMENT == 0
+    """Whether a tensor is there from the start, and its rows are known to end where scales of others may begin."""
+    rows = node.meta["val"].shape[0]
+    aligned = isinstance(rows, int) and rows % ALIGNMENT == 0
     return is_given(node) and "tangents" not in str(node.target) and aligned
 
 

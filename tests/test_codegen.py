@@ -184,6 +184,9 @@ def test_code_for_hopper_is_generated_for_sizes_that_change(module, recipe):
     for half in halves:
         assert "_scaled_mm(" in half.code
         assert re.search(r"empty_strided_cuda\(\(\w*s\d+", half.code)
+    launched = {kernel.name for half in halves for kernel in half.kernels}
+    assert ("triton_row_cast_columns_kernel" in launched) == (recipe == "rowwise")
+    assert ("triton_computed_amaxes_kernel" in launched) == ((module, recipe) == (GateUp, "rowwise"))
 
 
 def test_every_kernel_that_is_launched_is_counted_under_the_name_that_a_profile_shows():

@@ -188,7 +188,7 @@ class Lowering:
     def launched(
         self,
         kernel: Any,
-        programs: int,
+        programs: Any,
         warps: Sequence[int],
         arguments: Mapping[str, Any],
         written: Collection[str],
@@ -198,8 +198,9 @@ class Lowering:
         ``triton_kernel_wrapper_mutation`` of ``torch._higher_order_ops.triton_kernel_wrap``, ``ir.UserDefinedTritonKernel``.
 
         Args:
+            programs: how many; a number or an expression.
             warps: of a program; of several numbers the fastest is found when the kernel first runs.
-            arguments: IR values, numbers and compile-time constants, by name.
+            arguments: IR values, numbers, expressions and compile-time constants, by name.
             written: the names of those that the kernel writes; torch finds them in the kernel's code.
 
         Raises:
@@ -227,13 +228,13 @@ class Lowering:
                 f"of the arguments of {kernel.__name__}, torch takes others for written than {set(written)}"
             )
 
-    def empty(self, sizes: Sequence[int], dtype: torch.dtype, like: Any) -> Any:
+    def empty(self, sizes: Sequence[Any], dtype: torch.dtype, like: Any) -> Any:
         """A contiguous buffer that nothing is written to yet."""
         strides = self._ir.FlexibleLayout.contiguous_strides(list(sizes))
         target = torch.ops.aten.empty_strided.default
         return self.realized(self(target, list(sizes), strides, dtype=dtype, device=like.get_device()))
 
-    def zeros(self, sizes: Sequence[int], dtype: torch.dtype, like: Any) -> Any:
+    def zeros(self, sizes: Sequence[Any], dtype: torch.dtype, like: Any) -> Any:
         """A contiguous buffer of zeros."""
         full = torch.ops.aten.full.default
         return self.realized(self(full, list(sizes), 0, dtype=dtype, device=like.get_device()))
@@ -242,6 +243,30 @@ class Lowering:
         """Sizes or strides of a value as numbers; ``None`` if one is not known."""
         given = tuple(sizes)
         return tuple(map(int, given)) if all(isinstance(x, (int, sympy.Integer)) for x in given) else None
+
+    def hint(self, size: Any) -> int:
+        """A size, or where it is not known what it was when the graph was traced."""
+        from torch._inductor.virtualized import V
+
+        return int(V.graph.sizevars.optimization_hint(size))
+
+    def is_positive(self, size: Any) -> bool:
+        """Whether a size is known not to be zero."""
+        from torch._inductor.virtualized import V
+
+        return V.graph.sizevars.statically_known_geq(size, 1)
+
+    def ceil_div(self, size: Any, divisor: int) -> Any:
+        """A size divided by a number, rounded up (``torch.utils._sympy.functions.FloorDiv``)."""
+        from torch.utils._sympy.functions import FloorDiv
+
+        return FloorDiv(size + divisor - 1, divisor)
+
+    def part(self, x: Any, start: Any, end: Any) -> Any:
+        """The elements of a buffer from one place to another, both within it."""
+        if start == 0 and end == x.get_size()[0]:
+            return x
+        return self._ir.TensorBox(self._ir.SliceView.create(x.data, 0, start, end, clamp=False))
 
     def multiprocessors(self, device: torch.device) -> int:
         """Of a GPU, or of the one that code is generated for (``torch._inductor.runtime.hints.DeviceProperties``)."""

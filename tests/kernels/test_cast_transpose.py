@@ -284,7 +284,7 @@ def test_rows_and_columns_at_once_by_definition(reason, shapes, high, layout, mo
 def check_computed_amaxes(shape, high, seed, special, tile, summed, plus=0.0):
     """``tile``: rows of a program, of a step, and columns; by default those that are launched."""
     rows, columns = shape
-    constants = computed_amaxes.constants(rows, columns, len(summed))
+    constants = computed_amaxes.constants(columns, len(summed))
     constants |= dict(zip(("ROWS", "STEP", "BLOCK"), tile or (), strict=False))
     height, blocks = constants["ROWS"], launch.ceil_div(columns, constants["BLOCK"])
     grad, both = (source((rows, columns * times), high, seed + times, special) for times in (1, 2))
@@ -296,7 +296,7 @@ def check_computed_amaxes(shape, high, seed, special, tile, summed, plus=0.0):
     sums = torch.full((len(summed), launch.ceil_div(rows, height), columns), torch.nan)
     kernel = jit_function(texts.gate(columns, summed, f"+ {plus}"), computed_amaxes.NAME)
     outputs = (amaxes, sums) if summed else (amaxes,)
-    kernel[(launch.ceil_div(rows, height) * blocks,)](grad, both, *outputs, **constants)
+    kernel[(launch.ceil_div(rows, height) * blocks,)](grad, both, *outputs, rows, **constants)
     same_bits(amaxes.view(torch.float32), computed_amaxes.reference(products, 2))
     for own, index in zip(sums, summed, strict=True):
         for place, found in enumerate(own):
@@ -478,5 +478,6 @@ def test_what_rows_and_columns_at_once_are_not_for():
     assert "more than 8" in why_not(8, 16, others=[(8, 16)] * 8)
     with fake_tensor_mode(symbols=True) as mode:
         rows = mode.shape_env.create_unbacked_symint()
-        assert row_cast_columns.why_not([torch.empty(rows, 16)], torch.float8_e4m3fn) == "sizes are not known"
+        assert row_cast_columns.why_not([torch.empty(rows, 16)], torch.float8_e4m3fn) is None
+        assert "length of rows" in row_cast_columns.why_not([torch.empty(16, rows)], torch.float8_e4m3fn)
     assert "2-D" in why_not(8, 16, 2) and "float32" in why_not(8, 16, dtype=torch.float64)

@@ -162,14 +162,14 @@ COMPUTED_AMAXES = Case(
     written.gate(14336),
     computed_amaxes.NAME,
     {"in0": "bf16", "in1": "bf16", "amaxes": "i32"},
-    computed_amaxes.constants(8192, 14336),
+    computed_amaxes.constants(14336),
     computed_amaxes.warps()[0],
 )
 COMPUTED_SUMS = replace(
     COMPUTED_AMAXES,
     module=written.gate(14336, (0, 1)),
     pointers={"in0": "bf16", "in1": "bf16", "amaxes": "i32", "sums": "fp32"},
-    constants=computed_amaxes.constants(8192, 14336, 2),
+    constants=computed_amaxes.constants(14336, 2),
 )
 #: What every target must take without spills.
 CASES = {

@@ -228,7 +228,22 @@ def test_checkpointed_regions():
     same_with_and_without(f, x, first, second)
 
 
-def test_sizes_that_are_not_known():
+def test_rows_whose_number_changes():
+    x, *weights = args()
+    torch._dynamo.mark_dynamic(x, 0)
+    (found,) = [line for line in lines(activated, x, *weights, dynamic=None) if "amax_both" in line]
+    assert re.fullmatch(r"amax_both: \(f32\[s\d+\], f32\[48\], f32\[48\]\) = .*", found)
+
+
+def test_rows_of_which_there_may_be_none():
+    def chosen(x, *weights):
+        return activated(x[x[:, 0] > 0], *weights)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert taken(chosen, *args()) == 0
+
+
+def test_rows_of_a_length_that_is_not_known():
     assert taken(activated, *args(), dynamic=True) == 0
 
 

@@ -38,14 +38,19 @@ def graph_with(fn, *inputs, dynamic=False, scales="torchao", **options):
     return texts[0]
 
 
-def run_with(pipeline, fn, *inputs):
+def compiled_with(pipeline, fn):
     """The function, with its graphs rewritten by the pipeline and run eagerly."""
     torch.compiler.reset()
 
     def backend(gm, given):
         return executor.compile_eager(gm, given, pipeline)
 
-    return torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
+    return torch.compile(fn, backend=backend, fullgraph=True)
+
+
+def run_with(pipeline, fn, *inputs):
+    """See :func:`compiled_with`."""
+    return compiled_with(pipeline, fn)(*inputs)
 
 
 def taken(fn, *inputs, **options):
@@ -218,8 +223,44 @@ def test_other_recipes_stay(recipe):
     assert taken(F.linear, *args(), recipe=recipe) == []
 
 
-def test_sizes_that_are_not_known_stay():
+def test_rows_whose_number_changes():
+    """They are a launch of their own: where scales of what is below them would begin is not known."""
+    x, weight = args()
+    torch._dynamo.mark_dynamic(x, 0)
+    assert taken(F.linear, x, weight, dynamic=None) == ["primals_2", "primals_3", "tangents_1"]
+
+
+def test_rows_of_a_length_that_is_not_known_stay():
     assert taken(F.linear, *args(), dynamic=True) == []
+
+
+def test_rows_of_which_there_may_be_none_stay():
+    def chosen(x, weight):
+        return F.linear(x[x[:, 0] > 0], weight)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert taken(chosen, *args()) == ["primals_2"]
+
+
+@pytest.mark.parametrize(
+    "fn", [F.linear, lambda x, weight: F.linear(F.silu(F.linear(x, weight)), weight.t())]
+)
+def test_a_number_of_rows_that_changes_is_not_asked_for(fn):
+    """Nor compared with that of columns, which would be a graph for each side of it."""
+    options = f8fx.Options.parse({"select": "all", "recipe": "rowwise"})
+    results = []
+    for kernels in (True, False):
+        compiled = compiled_with(options.pipeline(kernels=lambda device, own=kernels: own), fn)
+        x, weight = args()
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x, weight)
+        results.append([])
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for rows in (32, 48, 64, 17):
+                x, weight = args(rows)
+                y = compiled(x, weight)
+                results[-1] += [y, *torch.autograd.grad(y.square().sum(), (x, weight))]
+    assert all(map(torch.equal, *results))
 
 
 def test_padded_row_copies_stay():
