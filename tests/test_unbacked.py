@@ -93,7 +93,9 @@ class ChosenExperts(nn.Module):
         return self.experts(x[mask] + 1, counts)
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "executor", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_experts(executor):
     """The bits of as many rows; also where their number is no multiple of what grouped matmuls ask of strides."""
     model, x = ChosenExperts(), randn(64, 32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,14 +22,13 @@ from tests.distributed.test_fsdp_meshes import tensor_parallel
 pytestmark = pytest.mark.slow
 
 
-def same_code_same_bits():
-    for recipe in ("tensorwise", "rowwise"):
-        results = []
-        for float8 in (False, True):
-            options = {"executor": "inductor"}
-            model = Setup(recipe, world_mesh(), float8, options=options, net={"depth": 1}).build()
-            results.append(train(model, 3, rank=dist.get_rank()))
-        assert_same(*results, recipe)
+def same_code_same_bits(recipe: str):
+    results = []
+    for float8 in (False, True):
+        options = {"executor": "inductor"}
+        model = Setup(recipe, world_mesh(), float8, options=options, net={"depth": 1}).build()
+        results.append(train(model, 3, rank=dist.get_rank()))
+    assert_same(*results, recipe)
 
 
 def by_inductor(module: nn.Module) -> None:
@@ -90,11 +91,16 @@ def test_two_ranks():
     run_checks(
         2,
         [
-            same_code_same_bits,
+            partial(same_code_same_bits, "rowwise"),
             checkpointed_graphs_read_the_forwards_copy_in_the_backward,
             shards_do_not_run_code_that_was_compiled_for_plain_ones,
         ],
     )
+
+
+@pytest.mark.long
+def test_tensorwise():
+    run_checks(2, [partial(same_code_same_bits, "tensorwise")])
 
 
 @pytest.mark.long

@@ -153,7 +153,7 @@ def test_no_type_of_f8fx_is_in_the_model(name: str):
     ("name", "recipe"),
     [
         *(
-            pytest.param(name, "tensorwise", marks=pytest.mark.long if name == "sam" else ())
+            pytest.param(name, "tensorwise", marks=pytest.mark.long if name in ("sam", "t5") else ())
             for name in CASES
         ),
         ("llama", "rowwise"),
