@@ -57,6 +57,9 @@ class Options:
         rowwise_scales: where rowwise scales are applied when the recipe wants exact accumulation:
             ``"in_gemm"``, to the accumulator, or ``"torchao"``, by a kernel of its own to the rounded
             result, which is torchao's arithmetic to the bit. Default: what is faster on the device.
+        bias: ``"torchao"`` adds a bias to the rounded result, which is torchao's arithmetic to the bit; ``"in_gemm"``
+            lets the gemm add it to its accumulator where it can: a kernel less where attention reads the result, and
+            one rounding instead of two.
         save: ``"lean"`` lets the backward redo casts of what is saved anyway, so that no more bytes are
             saved than in high precision, scales excepted; ``"fast"`` saves what the forward has cast of weights for
             the backward, where that moves fewer bytes.
@@ -89,6 +92,7 @@ class Options:
     experts: Literal["leave", "convert"] = "leave"
     merge: Literal["auto", "never"] = "auto"
     rowwise_scales: Literal["in_gemm", "torchao"] | None = None
+    bias: Literal["torchao", "in_gemm"] = "torchao"
     save: Save = "lean"
     wire: Wire = "auto"
     weights: Literal["dynamic", "cached", "reused"] = "dynamic"
@@ -144,6 +148,7 @@ class Options:
             "leave_activations": self.activations == "leave",
             "experts": self.experts == "convert",
             "merge": self.merge,
+            "bias": self.bias,
             "weights_at_once": self.save == "fast",
             "wire": self.wire,
             "kernels": lambda device: self.kernels == "auto" and device.type == "cuda",
@@ -264,6 +269,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "experts": _choice("experts", "leave", "convert"),
     "merge": _choice("merge", "auto", "never"),
     "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao", None),
+    "bias": _choice("bias", "torchao", "in_gemm"),
     "save": _choice("save", "lean", "fast"),
     "wire": _choice("wire", "auto", "float8", "uint8", "off"),
     "weights": _choice("weights", "dynamic", "cached", "reused"),

@@ -42,6 +42,7 @@ from . import halves
 from .amax_both import AmaxBoth
 from .amaxes import Amaxes
 from .backward import backward_nodes
+from .bias import biases_in_gemms
 from .check import Known, check, signature
 from .choice import Choice, Convert, Skip, decision
 from .collectives import Collectives, Wire
@@ -103,6 +104,7 @@ class Pipeline:
         weights_at_once: make both layouts of a weight in the forward (``save="fast"``).
         merge: whether matmuls that read one input become one: where the cost model says it pays, or never.
         wire: dtype in which float8 is gathered; see :class:`Collectives`.
+        bias: where a bias is added: to the rounded result, as torchao does, or by the gemm where it can (:mod:`passes.bias`).
         kernels: the devices on which a Triton kernel of our own may be used, where it reads less than Inductor's.
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
         constants: what is computed from constants of the graph alone is computed once, not in every call.
@@ -122,6 +124,7 @@ class Pipeline:
         predict: bool = False,
         rowwise_scales: Callable[[torch.device], RowwiseScales] | None = None,
         merge: Literal["auto", "never"] = "auto",
+        bias: Literal["torchao", "in_gemm"] = "torchao",
         weights_at_once: bool = False,
         wire: Wire = "auto",
         weights: WeightInputs | None = None,
@@ -140,6 +143,7 @@ class Pipeline:
         self.select = Select(
             recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm", runs
         )
+        self.rowwise_scales, self.bias = scales, bias
         self.merge = Merge(merge, self.select.model_of)
         self.concatenations = Concatenations()
         self.quantize = Quantize(recipe, scales)
@@ -176,6 +180,8 @@ class Pipeline:
         cached = self._cached(graph, report.training)
         found, choices = self._decide(graph, cached, run)
         if any(isinstance(choice, Convert) for choice in choices):
+            if self.bias == "in_gemm":
+                choices = biases_in_gemms(choices, self.rowwise_scales)
             merged = run("merge", self.merge, graph, choices)
             choices, report.merges = merged.choices, merged.decisions
             conversions = run("concatenations", self.concatenations, graph, merged.conversions)

@@ -22,7 +22,10 @@ KEPT_BY_RECIPE = "kept in high precision by the recipe"
 
 @dataclass(frozen=True)
 class Convert:
-    """A matmul to rewrite, and how; ``merge`` is what `merge` has to say of it."""
+    """A matmul to rewrite, and how; ``merge`` is what `merge` has to say of it.
+
+    ``adds_bias``: the gemm adds the bias, before it rounds.
+    """
 
     gemm: Gemm
     spec: GemmSpec
@@ -34,6 +37,7 @@ class Convert:
     speedup: float | None = None
     seconds: float | None = None
     merge: str = ""
+    adds_bias: bool = False
 
 
 def reading(conversion: Convert, replaced: Mapping[fx.Node, fx.Node]) -> Convert:

@@ -47,7 +47,7 @@ def copied_out(members: Members, backward: Set[fx.Node]) -> frozenset[fx.Node]:
         backward: the nodes of the backward.
     """
     nodes = [conversion.gemm.node for conversion in members]
-    saved = {node for node in nodes if _outlives(node, backward)}
+    saved = {conversion.gemm.node for conversion in members if _outlives(conversion, backward)}
     returned = {node for node in nodes if _is_returned(node)}
     return frozenset(returned | (saved if len(saved) < len(nodes) else set()))
 
@@ -68,7 +68,7 @@ def partitions(
         trains: whether the gradients of the layers are merged too.
         model: the cost model of what they are decided for.
     """
-    saved = [conversion for conversion in members if _outlives(conversion.gemm.node, backward)]
+    saved = [conversion for conversion in members if _outlives(conversion, backward)]
     if not saved or len(saved) == len(members) or size_hint(members[0].gemm.m) is None:
         return [[members]]
     saved.sort(key=lambda conversion: int(conversion.gemm.n))
@@ -115,18 +115,20 @@ def _is_returned(node: fx.Node) -> bool:
     return any(reader.op == "output" for reader in read_by) or reads_by_strides(node)
 
 
-def _outlives(node: fx.Node, backward: Set[fx.Node]) -> bool:
+def _outlives(conversion: Convert, backward: Set[fx.Node]) -> bool:
     """Whether a result of the forward is kept for the backward, which reads it, or computes anew what it reads.
 
     What is computed of a result one element at a time is computed anew (``silu(gate)``), unless something reads it
     that no kernel of Inductor computes: that has it in memory already, as attention has RoPE's results. For the same
-    reason a result with a bias added that attention reads is a tensor of its own. The sum of two results is kept instead
+    reason a result that attention reads after a bias was added to it is a tensor of its own. The sum of two results is kept instead
     of both, and what is smaller than what it is computed from (the mask of a ``where``) instead of that. Of a checkpointed region the
     policy says what is kept, and that is whole results of matmuls or none.
     """
+    node = conversion.gemm.node
     if not backward or "recompute" in node.meta:
         return False
-    if node.target is aten.addmm.default and not _is_computed_anew(node, backward):
+    has_bias = node.target is aten.addmm.default and not conversion.adds_bias
+    if has_bias and not _is_computed_anew(node, backward):
         return False
     seen, todo = {node}, [node]
     while todo:

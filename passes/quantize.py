@@ -15,7 +15,7 @@ Emitted, tensorwise::
 Every matmul gets nodes of its own here; the next pass, *share*, makes equal ones one.
 
 The arithmetic is torchao's to the bit: rowwise results other than bfloat16 are computed in bfloat16 and
-cast; a bias is added to the rounded result. One thing depends on the device (:data:`RowwiseScales`):
+cast; a bias is added to the rounded result, unless :mod:`passes.bias` says otherwise. One thing depends on the device (:data:`RowwiseScales`):
 torchao runs rowwise gemms without fast accumulation with unit scales and rescales their bfloat16 result,
 since one gemm library was slow at it; where the gemm is fast, it scales its accumulator, which is the same
 product rounded once instead of twice, and no kernel of its own.
@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.recipe import QuantSpec, Recipe
+from f8fx.recipe import GemmSpec, QuantSpec, Recipe
 from f8fx.torch_private import size_hint
 
 from .choice import ALIGNMENT, Convert, reading
@@ -49,6 +49,16 @@ prims = torch.ops.prims
 #: with fast accumulation, without it to the rounded result; ``"after"``: the device's gemm takes no scale
 #: vectors, they are applied to a float32 result.
 RowwiseScales = Literal["in_gemm", "torchao", "after"]
+
+
+def is_scaled_after(gemm: Gemm, spec: GemmSpec, where: RowwiseScales) -> bool:
+    """Whether scales are applied to the result of a gemm, by a kernel of its own."""
+    return spec.is_rowwise and (
+        where == "after"
+        or (where == "torchao" and not spec.use_fast_accum)
+        # of a vector of scales torch asks whether it has one element, and here that is not known (2.15)
+        or None in map(size_hint, (gemm.m, gemm.n))
+    )
 
 
 class Quantize:
@@ -108,7 +118,7 @@ class _GemmRewrite:
             align=(_align(conversion.pad_n), _align(conversion.pad_k)),
         )
         product = self._scaled_mm(left, insert(aten.permute.default, right, [1, 0]), left_scale, right_scale)
-        if gemm.node.target is aten.addmm.default:
+        if gemm.node.target is aten.addmm.default and not conversion.adds_bias:
             product = self._add_bias(product)
         if len(shape_of(gemm.node)) == 3:
             product = insert(aten.unsqueeze.default, product, 0)
@@ -179,12 +189,8 @@ class _GemmRewrite:
     def _scaled_mm(self, left: fx.Node, right: fx.Node, left_scale: fx.Node, right_scale: fx.Node) -> fx.Node:
         """The product in the dtype of the matmul it replaces, padding sliced off."""
         insert, spec, wanted = self.insert, self.spec, self.gemm.dtype
-        after = spec.is_rowwise and (
-            self.rowwise_scales == "after"
-            or (self.rowwise_scales == "torchao" and not spec.use_fast_accum)
-            # of a vector of scales torch asks whether it has one element, and here that is not known (2.15)
-            or None in map(size_hint, (self.gemm.m, self.gemm.n))
-        )
+        after = is_scaled_after(self.gemm, spec, self.rowwise_scales)
+        bias = self.gemm.node.args[0] if self.conversion.adds_bias else None
         computed = wanted
         if spec.is_rowwise and wanted != torch.bfloat16:
             computed = torch.bfloat16
@@ -203,7 +209,7 @@ class _GemmRewrite:
         else:
             scales = (left_scale, right_scale)
         product = insert(
-            aten._scaled_mm.default, left, right, *scales, None, None, computed, spec.use_fast_accum
+            aten._scaled_mm.default, left, right, *scales, bias, None, computed, spec.use_fast_accum
         )
         if self.conversion.pad_n:
             product = self._slice_columns(product)

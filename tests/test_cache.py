@@ -224,6 +224,7 @@ DECIDING = {
     "experts": ["convert"],
     "merge": ["never"],
     "rowwise_scales": ["in_gemm", "torchao"],
+    "bias": ["in_gemm"],
     "save": ["fast"],
     "wire": ["off", "uint8", "float8"],
     "weights": ["cached", "reused"],

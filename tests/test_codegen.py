@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -641,6 +642,32 @@ class TestBlock(TestCase):
   67.7 MB  triton_add_convert_element_type_div_mul_sub_sum_view
   67.6 MB  triton_add_convert_element_type_erf_exp_mul_sum_view""",
         )
+
+
+class BiasedAttention(nn.Module):
+    """Attention, which no kernel of Inductor computes, reads projections with biases."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, width) for width in widths)
+
+    def forward(self, x):
+        parts = [part for layer in self.layers for part in layer(x).split(2048, -1)]
+        heads = (part.unflatten(-1, (-1, 128)).transpose(1, 2) for part in parts)
+        return torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("widths", [(6144,), (2048, 2048, 2048)], ids=["one", "merged"])
+def test_a_bias_that_the_gemm_adds_is_no_kernel(widths, recipe):
+    """What is projected, 6144 numbers a token, is neither read nor written again."""
+    build, shape = partial(BiasedAttention, widths), (1, 8192, 4096)
+    moved = []
+    for bias in ("torchao", "in_gemm"):
+        forward, _ = generated(build, shape, recipe=recipe, bias=bias)
+        assert [kernel.name for kernel in forward.kernels].count("extern_kernels._scaled_mm") == 1
+        moved.append(sum(kernel.bytes for kernel in forward.triton))
+    assert moved[0] - moved[1] == pytest.approx(2 * 8192 * 6144 * 2, rel=1e-3)
 
 
 class Chain(nn.Module):

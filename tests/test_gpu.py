@@ -195,6 +195,36 @@ def test_scaling_the_accumulator_is_no_less_precise(recipe):
         assert min(sqnr(value, inside[name]), 60) > min(sqnr(value, after[name]), 60) - 0.1, name
 
 
+class Parallel(nn.Module):
+    """Two layers of one input, with biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(256, 256 * n, dtype=bf16, device="cuda") for n in (1, 2))
+
+    def forward(self, x):
+        return torch.cat([self.first(x), self.second(x)], -1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bias_that_the_gemm_adds_is_no_less_precise(recipe):
+    torch.manual_seed(0)
+    model, x, grad = Parallel(), normal(512, 256), normal(512, 768, seed=1)
+    want = gradients(model, model, x, grad)
+    for merge in ("auto", "never"):
+        inside, after = (
+            gradients(
+                model,
+                compiled(model, recipe=recipe, bias=bias, merge=merge, rowwise_scales="in_gemm"),
+                x,
+                grad,
+            )
+            for bias in ("in_gemm", "torchao")
+        )
+        for name, value in want.items():
+            assert min(sqnr(value, inside[name]), 60) > min(sqnr(value, after[name]), 60) - 0.1, (merge, name)
+
+
 @pytest.mark.parametrize("save", ["lean", "fast"])
 def test_one_read_gives_the_same_bits(save):
     """Rows cast and columns reduced by the Triton kernel, launched from generated code, beside Inductor's own."""
