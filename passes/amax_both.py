@@ -9,13 +9,17 @@ gradient's columns, which are the gradient of a bias: Inductor would read everyt
 tensors it can reduce rows and sum columns in one kernel; with amaxes of columns among the sums torch 2.15 does, and reads as
 much as ours, 2.11 and 2.13 do not.)
 
+The same goes for a gradient whose parts stand side by side, and are in memory each (of q, k and v, as attention gave them): for
+a row of all of them Inductor would read them twice.
+
 Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row) that is no read less, and
 what moves elements about on its way (RoPE) the kernel has no words for: these stay as they are.
-Tensors in memory are :mod:`passes.one_read`'s, which runs before.
+Other tensors in memory are :mod:`passes.one_read`'s, which runs before.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -72,7 +76,7 @@ class AmaxBoth:
             return None
         inputs: set[Hashable] = set()
         for part in parts:
-            own = None if is_in_memory(part) else inputs_of(part)
+            own = None if len(parts) == 1 and is_in_memory(part) else inputs_of(part)
             if own is None:
                 return None
             inputs |= own
@@ -90,7 +94,7 @@ class _Match:
         shape: of each of the parts that stand side by side in it; rows may be a symbol.
         rows, columns: its amaxes.
         inputs: what it is computed from.
-        sums: of its parts' columns, each with the part.
+        sums: of its parts' columns, each with the part, or with all of them.
         others: amaxes of the columns of other tensors of that shape that are computed from nothing else.
     """
 
@@ -99,7 +103,7 @@ class _Match:
     rows: fx.Node
     columns: fx.Node
     inputs: set[Hashable]
-    sums: dict[fx.Node, fx.Node]
+    sums: dict[fx.Node, list[fx.Node]]
     others: list[fx.Node] = field(default_factory=list)
 
 
@@ -116,17 +120,20 @@ def _amax_of(scale: fx.Node, source: fx.Node, dim: int) -> fx.Node | None:
     return None
 
 
-def _sums(source: fx.Node, parts: list[fx.Node], place: fx.Node) -> dict[fx.Node, fx.Node] | None:
+def _sums(source: fx.Node, parts: list[fx.Node], place: fx.Node) -> dict[fx.Node, list[fx.Node]] | None:
     """The sums of the columns of a tensor's parts, with the parts; ``None`` if one of them needs a read of its own."""
     found = {}
     for tensor in dict.fromkeys([*parts, source]):
         same = readers(flat_base(tensor), SAME_ORDER)
         for user in column_sums(tensor):
-            if tensor not in parts or user not in same or user.meta["val"].dtype != tensor.meta["val"].dtype:
-                return None  # of all parts together, or of other numbers than are cast
-            if not is_over_rows(user) or source in _readers(user, place):
+            part_by_part = user.target is ops.column_sums
+            if tensor not in parts and not part_by_part:
+                return None  # of all parts together
+            if user not in same or user.meta["val"].dtype != tensor.meta["val"].dtype:
+                return None  # of other numbers than are cast
+            if not (part_by_part or is_over_rows(user)) or source in _readers(user, place):
                 return None
-            found[user] = tensor
+            found[user] = [tensor] if tensor in parts else parts
     return found
 
 
@@ -177,7 +184,7 @@ def _join(graph: fx.Graph, match: _Match) -> None:
     """Puts ``amax_both`` in the place of the amaxes and the sums."""
     place = min(match.rows, match.columns)
     amaxes = [match.rows, match.columns, *match.others]
-    summed = list(dict.fromkeys(match.sums.values()))
+    summed = list(dict.fromkeys(itertools.chain(*match.sums.values())))
     values = [*(amax.meta["val"] for amax in amaxes), *(part.meta["val"][0] for part in summed)]
     provenance = match.rows.meta["f8fx"]
 
@@ -195,8 +202,10 @@ def _join(graph: fx.Graph, match: _Match) -> None:
         ]
         news = dict(zip(amaxes, items, strict=False))
         of_parts = dict(zip(summed, items[len(amaxes) :], strict=True))
-        for old, part in match.sums.items():
-            total, value = of_parts[part], old.meta["val"]
+        for old, parts in match.sums.items():
+            value = old.meta["val"]
+            totals = [of_parts[part] for part in parts]
+            total = add(aten.cat.default, (totals,), value.flatten(), old) if len(parts) > 1 else totals[0]
             if total.meta["val"].shape != value.shape:
                 total = add(aten.view.default, (total, [*value.shape]), value, old)
             news[old] = total

@@ -10,7 +10,8 @@ Where there is a bias, its gradient reads the tensor too: the sums of the column
 
 It stays as it is where anything else reads the tensor, which is in memory then anyway, where parts are not of a size
 that casts can write side by side, where there are many (each is a kernel), and where the columns of all parts are in
-memory themselves and nothing is summed: there it moves no fewer bytes.
+memory themselves, nothing is summed, and scales are not of rows for one matmul and of columns for another: there it moves
+no fewer bytes.
 Parts that were gathered are left to `collectives`: gathers in float8 save more.
 """
 
@@ -71,7 +72,8 @@ class Concatenations:
             nodes = {conversion.gemm.node for conversion in matmuls}
             rest = readers(cat, SAME_ORDER | PERMUTES) - nodes
             sums = {node for node in rest if side == 1 and _is_column_sums(node, cat)}
-            if cat in others or rest - sums or (not sums and _columns_in_memory(cat, side)):
+            both_ways = len(matmuls) > 1 and all(conversion.spec.is_rowwise for conversion in matmuls)
+            if cat in others or rest - sums or not (sums or both_ways or not _columns_in_memory(cat, side)):
                 continue
             whole[cat] = _concat(graph, cat, matmuls[0], side)
             for node in sums:

@@ -670,6 +670,16 @@ def test_a_bias_that_the_gemm_adds_is_no_kernel(widths, recipe):
     assert moved[0] - moved[1] == pytest.approx(2 * 8192 * 6144 * 2, rel=1e-3)
 
 
+def test_gradients_of_attention_are_read_twice():
+    """Of q, k and v side by side: once for the amaxes of rows and columns, and the sums of columns, once for both copies."""
+    _, backward = generated(partial(BiasedAttention, (6144,)), (1, 8192, 4096), recipe="rowwise")
+    moved = {kernel.name: kernel.bytes + kernel.reread for kernel in backward.triton}
+    size = 8192 * 6144
+    assert moved["triton_computed_amaxes_kernel"] == pytest.approx(2 * size, rel=0.05)
+    (cast,) = (bytes_ for name, bytes_ in moved.items() if "concat" in name and "quantize_both" in name)
+    assert cast == pytest.approx(2 * size + 2 * size, rel=0.01)
+
+
 class Chain(nn.Module):
     """Three layers of one width, whose weights are cast in one launch."""
 

@@ -58,6 +58,18 @@ class Gelu(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
+class Fused(nn.Module):
+    """A layer whose gradient is results of matmuls side by side, and its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.first, self.second = nn.Linear(64, 96), nn.Linear(48, 32), nn.Linear(48, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.whole(x).chunk(2, -1)
+        return torch.cat([self.first(a), self.second(b)], -1)
+
+
 class Heads(nn.Module):
     """Norms over the heads of q and k."""
 
@@ -90,6 +102,7 @@ MORE = {
     },
     "rowwise": {
         "a decoder's block": (decoder_block, (2, 13, 64), {}, True),
+        "parts in memory": (Fused, (2, 24, 64), {}, True),
         "norms of heads": (Heads, (2, 24, 64), {}, True),
         "as users run it": AS_USERS_RUN_IT,
         "biases, as users run them": (Gelu, (2, 24, 64), {}, False),

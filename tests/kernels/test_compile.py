@@ -171,6 +171,13 @@ COMPUTED_SUMS = replace(
     pointers={"in0": "bf16", "in1": "bf16", "amaxes": "i32", "sums": "fp32"},
     constants=computed_amaxes.constants(14336, 2),
 )
+COMPUTED_PARTS = Case(
+    written.parts(4, 4096, True),
+    computed_amaxes.NAME,
+    {**{f"in{index}": "bf16" for index in range(4)}, "amaxes": "i32", "sums": "fp32"},
+    computed_amaxes.constants(4096, 4),
+    computed_amaxes.warps(4)[0],
+)
 #: What every target must take without spills.
 CASES = {
     "both, tensorwise": cast_transpose_case(STARTING),
@@ -181,6 +188,7 @@ CASES = {
     "long rows, columns": row_cast_columns_case(14336),
     "computed amaxes": COMPUTED_AMAXES,
     "computed amaxes and sums": COMPUTED_SUMS,
+    "parts in memory": COMPUTED_PARTS,
     "column amax": COLUMN_AMAX,
     "scales": SCALES,
 }
@@ -215,8 +223,15 @@ def test_no_spills(name, capability, tmp_path):
         "long rows, columns": 128,
         "computed amaxes": 168,
         "computed amaxes and sums": 168,
+        "parts in memory": 168,
     }.get(name, 80)
-    if name not in ("column amax", "scales", "computed amaxes", "computed amaxes and sums"):
+    if name not in (
+        "column amax",
+        "scales",
+        "computed amaxes",
+        "computed amaxes and sums",
+        "parts in memory",
+    ):
         check_conversions(compiled, capability)
     if "both" in name:
         # 8 + 8 accesses of 16 bytes for 64 elements a thread, and none narrower; scales are loaded besides

@@ -22,3 +22,11 @@ def gate(columns: int, summed: Sequence[int] = (), plus: str = "") -> str:
         f"product = gate * up {plus}",
     )
     return computed_amaxes.source(2, lines, ("left", "right", "product"), 2, summed)
+
+
+def parts(number: int, columns: int, summed: bool) -> str:
+    """Text for tensors in memory that stand side by side, all of them summed or none."""
+    load = "tl.load(tl.broadcast_to(in{} + ({}*m + 1*n + 0), [STEP, BLOCK]), inside, 0.0).to(tl.float32)"
+    names = [f"part{index}" for index in range(number)]
+    lines = [f"{name} = {load.format(index, columns)}" for index, name in enumerate(names)]
+    return computed_amaxes.source(number, lines, names, number, range(number) if summed else ())

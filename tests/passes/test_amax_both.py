@@ -164,20 +164,25 @@ def test_the_sums_of_what_stands_side_by_side():
     same_with_and_without(gates, *inputs, target="h100")
 
 
-@pytest.mark.parametrize("summed", [True, False])
-def test_a_sum_of_all_columns_needs_a_read_of_its_own(summed):
+@pytest.mark.parametrize("summed", [None, ops.column_sums, torch.sum])
+def test_a_sum_of_all_columns_needs_a_read_of_its_own_unless_it_is_taken_part_by_part(summed):
     def f(x, y):
         whole = ops.concat([x.exp(), y.exp()], 1)
         scales = [ops.scale(ops.amax(whole, dim), dtype=torch.float8_e4m3fn) for dim in (1, 0)]
         both = ops.quantize_both(whole, *scales, dtype=torch.float8_e4m3fn, dim=1, dim_t=0)
-        return *both, ops.column_sums(whole) if summed else None
+        return *both, summed(whole, *([0] if summed is torch.sum else [])) if summed else None
 
     graph = make_fx(f, tracing_mode="fake")(*(randn(32, 48, grad=False) for _ in "xy")).graph
     for node in graph.nodes:
         if node.target in ops.ALL:
             node.meta["f8fx"] = Provenance("mm", "", "grad_input", "quantize")
     AmaxBoth(lambda device: True)(graph)
-    assert bool(graph.find_nodes(op="call_function", target=ops.amax_both)) != summed
+    found = graph.find_nodes(op="call_function", target=ops.amax_both)
+    assert len(found) == (summed is not torch.sum)
+    if summed is ops.column_sums:
+        assert not graph.find_nodes(op="call_function", target=ops.column_sums)
+        (both,) = found
+        assert both.args[2] == both.args[0].args[0]
 
 
 def test_sums_of_other_numbers_need_a_read_of_their_own():
@@ -209,6 +214,31 @@ def test_elements_that_change_places():
 
     x, first, _, second = args()
     assert taken(f, x, first, second) == 0
+
+
+def fused(x, weight, first, second, bias=None):
+    """The gradient of the first layer is two results of matmuls side by side."""
+    a, b = F.linear(x, weight, bias).chunk(2, -1)
+    return F.linear(a, first), F.linear(b, second)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_in_memory_side_by_side(biased):
+    inputs = randn(2, 16, 32), randn(96, 32, seed=1), randn(64, 48, seed=2), randn(80, 48, seed=3)
+    inputs += (randn(96, seed=4),) if biased else ()
+    (found,) = [line for line in lines(fused, *inputs) if "amax_both" in line]
+    parts = r"\w+, \w+" if biased else ""
+    assert re.search(rf"amax_both\(concat, \[\], \[{parts}\]\)$", found), found
+    same_with_and_without(fused, *inputs)
+
+
+def test_parts_of_other_widths_stay():
+    def f(x, weight, first, second):
+        a, b = F.linear(x, weight).split([64, 32], -1)
+        return F.linear(a, first), F.linear(b, second)
+
+    inputs = randn(16, 32), randn(96, 32, seed=1), randn(64, 64, seed=2), randn(80, 32, seed=3)
+    assert taken(f, *inputs) == 0
 
 
 def test_a_gradient_in_memory():
