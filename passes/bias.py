@@ -44,7 +44,7 @@ def _can(conversion: Convert, scales: RowwiseScales) -> bool:
     bias = gemm.node.args[0]
     assert isinstance(bias, fx.Node)
     value = bias.meta["val"]
-    if value.dim() != 1 or not is_same(value.shape[0], gemm.n) or not value.is_contiguous():
+    if value.dim() != 1 or not is_same(value.shape[0], gemm.n) or value.stride() != (1,):
         return False
     if value.dtype != gemm.dtype or gemm.dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -240,7 +240,7 @@ class _Rewrite:
                 return []
             biases.append(bias)
         return [
-            bias if self.order[bias] < place else insert(bias.target, *bias.args, **bias.kwargs)  # type: ignore[arg-type]
+            bias if self.order.get(bias, place) < place else insert(bias.target, *bias.args, **bias.kwargs)  # type: ignore[arg-type]
             for bias in biases
         ]
 
