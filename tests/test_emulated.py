@@ -226,7 +226,7 @@ def test_faults_are_seen(tmp_path):
     assert isinstance(unwritten, list) and differing(unwritten[0], want[0]) == 1  # NaN
 
 
-@pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize("choice", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_canaries_raise_no_false_alarm(choice, tmp_path):
     """The functions that are compiled on a GPU's first use, with their infinities and NaN.
 

@@ -527,8 +527,17 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("requires_grad", [True, False])
+#: Of which autograd leaves no trace in a weight.
+TRACELESS = ("p.data.mul_", "p.data = other", "in place under inference_mode", "load_state_dict", "set_")
+
+
+@pytest.mark.parametrize(
+    ("name", "requires_grad"),
+    [
+        *((name, True) for name in CHANGES),
+        *(pytest.param(n, False, marks=() if n in TRACELESS else pytest.mark.long) for n in CHANGES),
+    ],
+)
 def test_a_changed_weight_is_cast_anew(name, requires_grad):
     torch.manual_seed(0)
     model, x = Net().requires_grad_(requires_grad), x16()

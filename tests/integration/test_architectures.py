@@ -33,7 +33,10 @@ every_run = pytest.mark.parametrize(("name", "recipe"), RUNS)
 every_case = pytest.mark.parametrize("name", CASES)
 
 
-@every_run
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [pytest.param(*run, marks=pytest.mark.long if run[0] == "sam" else ()) for run in RUNS],
+)
 def test_losses_beside_bf16(name: str, recipe: str):
     """
     Three steps apart by 3 % of the first loss at most: measured, 2.2 % (T5, whose logits are large),
