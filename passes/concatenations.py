@@ -10,8 +10,8 @@ Where there is a bias, its gradient reads the tensor too: the sums of the column
 
 It stays as it is where anything else reads the tensor, which is in memory then anyway, where parts are not of a size
 that casts can write side by side, where there are many (each is a kernel), and where the columns of all parts are in
-memory themselves, nothing is summed, and scales are not of rows for one matmul and of columns for another: there it moves
-no fewer bytes.
+memory themselves and nothing is summed: there it moves no fewer bytes. It does where a gradient, or an input whose parts are
+of one width, is scaled by rows for one matmul and by columns for another.
 Parts that were gathered are left to `collectives`: gathers in float8 save more.
 """
 
@@ -72,8 +72,8 @@ class Concatenations:
             nodes = {conversion.gemm.node for conversion in matmuls}
             rest = readers(cat, SAME_ORDER | PERMUTES) - nodes
             sums = {node for node in rest if side == 1 and _is_column_sums(node, cat)}
-            both_ways = len(matmuls) > 1 and all(conversion.spec.is_rowwise for conversion in matmuls)
-            if cat in others or rest - sums or not (sums or both_ways or not _columns_in_memory(cat, side)):
+            in_memory = _columns_in_memory(cat, side) and not sums and not _is_scaled_both_ways(cat, matmuls)
+            if cat in others or rest - sums or in_memory:
                 continue
             whole[cat] = _concat(graph, cat, matmuls[0], side)
             for node in sums:
@@ -111,6 +111,16 @@ def _columns_in_memory(cat: fx.Node, side: int) -> bool:
     return side == 1 and all(
         is_in_memory(part) or part_in_memory(base_of(part)) is not None for part in tensors
     )
+
+
+def _is_scaled_both_ways(cat: fx.Node, matmuls: Sequence[Convert]) -> bool:
+    """Whether amaxes of rows and of columns are wanted of a gradient, or of an input whose parts are of one width."""
+    if len(matmuls) < 2 or not all(conversion.spec.is_rowwise for conversion in matmuls):
+        return False
+    operands = [operand for c in matmuls for operand in (c.gemm.left, c.gemm.right)]
+    kinds = {operand.kind for operand in operands if flat_base(operand.node) is cat}
+    widths = {shape_of(part)[-1] for part in cast("list[fx.Node]", cat.args[0])}
+    return kinds == {"grad_output"} or (kinds == {"input"} and len(widths) == 1)
 
 
 def _is_column_sums(node: fx.Node, cat: fx.Node) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from torch import nn
 
 import f8fx
 from f8fx import ops
@@ -279,3 +280,28 @@ def test_parts_in_memory_of_which_rows_and_columns_are_scaled(recipe):
     inputs = randn(16, 32), randn(96, 32, seed=1), randn(64, 48, seed=2), randn(80, 48, seed=3)
     assert stays(f, *inputs, recipe=recipe) == (recipe == "tensorwise")
     assert stays(f, inputs[0].detach(), *inputs[1:], recipe=recipe)  # its own gradient needs columns only
+
+
+@pytest.mark.parametrize("widths", [(32, 32), (48, 16)])
+def test_inputs_in_memory_of_which_rows_and_columns_are_scaled(widths):
+    """Rows in the forward, columns in the backward. Of other widths they are not read in one launch there."""
+
+    def f(a, b, w):
+        return F.linear(torch.cat([a, b], -1), w)
+
+    inputs = *(randn(16, width, grad=False) for width in widths), randn(32, 64)
+    assert stays(f, *inputs, recipe="rowwise") == (widths != (32, 32))
+
+
+def test_weights_in_memory_of_which_rows_and_columns_are_scaled():
+    """In the forward alone, of what is saved: more would be read."""
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(randn(32, 32, seed=seed, grad=False)) for seed in (0, 1))
+
+        def forward(self, x):
+            return F.linear(x.sin(), torch.cat([self.a, self.b], -1))
+
+    assert stays(Joined(), randn(16, 64), recipe="rowwise")
