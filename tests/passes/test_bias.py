@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 
+from f8fx.passes import best_rowwise_scales
 from f8fx.recipe import PRESETS
 from tests.helpers import bf16, compiled, gradients, graph_after, randn, sqnr
 
@@ -215,6 +216,8 @@ class Projected(nn.Module):
     "options", [{}, {"recipe": "rowwise", "rowwise_scales": "in_gemm"}], ids=["tensorwise", "rowwise"]
 )
 def test_no_less_precise(options, executor):
+    if options and best_rowwise_scales(torch.device("cpu")) == "after":
+        pytest.skip("this torch has no float8 gemm with vectors of scales for CPUs")
     torch.manual_seed(0)
     model, x, grad = Projected(), randn(2, 16, 64), randn(2, 16, 64, seed=1, grad=False)
     want = gradients(model, model, x, grad)
