@@ -70,6 +70,14 @@ def row_2d(x, w):
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x @ w.t(), "sum", 4, "0"))
 
 
+def column_biased(x, w, bias):
+    return torch.addmm(bias, gather(x), w.t())
+
+
+def row_biased(x, w, bias):
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(torch.addmm(bias, x, w.t()), "sum", 4, "0"))
+
+
 def run_on_paper(fused):
     """Calls a fused operator with values that have no data; it checks shapes of operands and scales."""
 
@@ -88,6 +96,12 @@ def gemm_results(fn, *shapes, **kwargs):
     """dtype and shape of what fused operators compute."""
     found = [run_on_paper(fused) for fused in matched(fn, *shapes, **kwargs)]
     return [(value.dtype, tuple(value.shape)) for value in found]
+
+
+def argument(node, name):
+    """An argument of an operator, by its name in the schema."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)).get(name)
 
 
 def test_gather_and_gemm_tensorwise():
@@ -114,6 +128,18 @@ def test_gemm_and_scatter(recipe):
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the matcher of torch 2.11 knows split, not slices")
 def test_gemm_and_scatter_by_slices():
     assert gemm_results(row_sliced, (2, 64, 32), (96, 32)) == [(bf16, (2, 16, 96))]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("bias", ["torchao", "in_gemm"])
+def test_biases(recipe, bias):
+    """A bias in the gemm goes into the fused operator; one that is added to the result of a gemm keeps it from its scatter."""
+    options = {"recipe": recipe, "bias": bias}
+    (gathered,) = matched(column_biased, (32, 64), (96, 64), (96,), **options)
+    assert [value is not None for value in argument(gathered, "biases")] == [bias == "in_gemm"]
+    assert run_on_paper(gathered).shape == (128, 96)
+    scattered = matched(row_biased, (128, 32), (96, 32), (96,), **options)
+    assert [argument(fused, "bias") is not None for fused in scattered] == [True] * (bias == "in_gemm")
 
 
 def test_high_precision_gathers_are_not_matched():

@@ -55,11 +55,16 @@ def graph_of(fn, *shapes, dtype=bf16):
     return graph
 
 
-def passed(graph, recipe="tensorwise", wire="auto"):
+def passed(graph, recipe="tensorwise", wire="auto", bias="torchao"):
     """Runs all passes on a graph; what they report."""
     options = f8fx.Options.parse({"select": "all", "recipe": recipe})
     pipeline = Pipeline(
-        options.recipe, options.policy(), debug=True, rowwise_scales=lambda device: "torchao", wire=wire
+        options.recipe,
+        options.policy(),
+        debug=True,
+        rowwise_scales=lambda device: "torchao",
+        wire=wire,
+        bias=bias,
     )
     report = pipeline(graph)
     check(graph, "collectives")
