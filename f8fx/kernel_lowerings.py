@@ -114,6 +114,7 @@ def _computed_amaxes(
     if written is None:
         return None
     results, sums = written.results[: len(values)], written.results[len(values) :]
+    distinct = list(dict.fromkeys(sums))  # equal expressions are one name: summed once, read by each
     if not set(sums) <= set(results):
         return None
     (columns,) = known
@@ -121,28 +122,29 @@ def _computed_amaxes(
     arguments["amaxes"] = table.zeros((kernel.length(rows, columns, len(values)),), torch.int32, x)
     bands = table.ceil_div(rows, kernel.ROWS)
     if sums:
-        arguments["sums"] = table.empty((len(sums), bands, columns), torch.float32, x)
+        arguments["sums"] = table.empty((len(distinct), bands, columns), torch.float32, x)
     text = kernel.source(
         len(written.inputs),
         written.lines,
         results,
         len(parts),
-        [*map(results.index, sums)],
+        [*map(results.index, distinct)],
         EXPRESSION_IMPORTS,
     )
     table.launched(
         jit_function(text, kernel.NAME),
         bands * kernel.across(columns),
-        kernel.warps(len(sums)),
-        {**arguments, "M": rows, **kernel.constants(columns, len(sums))},
+        kernel.warps(len(distinct)),
+        {**arguments, "M": rows, **kernel.constants(columns, len(distinct))},
         ("amaxes", "sums") if sums else ("amaxes",),
     )
     found = table(aten.view.dtype, arguments["amaxes"], torch.float32)
     ends = [0, rows, *(rows + count * columns for count in range(len(parts), len(values) + 1))]
     amaxes = [table.part(found, start, end) for start, end in itertools.pairwise(ends)]
     totals = []
-    for index, value in enumerate(summed):
-        total = table(aten.sum.dim_IntList, table(aten.select, arguments["sums"], 0, index), [0])
+    for name, value in zip(sums, summed, strict=True):
+        place = distinct.index(name)
+        total = table(aten.sum.dim_IntList, table(aten.select, arguments["sums"], 0, place), [0])
         totals.append(table.to_dtype(total, value.get_dtype()))
     return [tiled(amaxes[0]), *amaxes[1:], *totals]
 

@@ -49,10 +49,11 @@ def source(
             numbers ``n`` (a row); they read with the mask ``inside``.
         results: the names of the tensors in them, float32, each of the tile's shape.
         side_by_side: how many of them rows go through.
-        summed: whose columns are summed, by their place among the results; if any, the kernel takes ``sums``, too: float32
+        summed: whose columns are summed, by their place among the results, each once; if any, the kernel takes ``sums``, too: float32
             [summed, bands, columns], of each summed tensor what the rows of each program add up to.
         imports: statements that import what the lines need beside ``tl``.
     """
+    assert len({*summed}) == len(summed), "a place named twice would be added to twice"
     written = ["amaxes", "sums"] if summed else ["amaxes"]
     arguments = ", ".join([*(f"in{index}" for index in range(inputs)), *written])
     tensors = range(len(results))

@@ -70,6 +70,19 @@ class Fused(nn.Module):
         return torch.cat([self.first(a), self.second(b)], -1)
 
 
+class OneGradient(nn.Module):
+    """Two layers whose gradients are one expression, and whose biases' gradients are the same sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(64, 48) for _ in range(3))
+        self.down = nn.Linear(48, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.c(x))
+        return self.down(self.a(x) * hidden + self.b(x) * hidden)
+
+
 class Heads(nn.Module):
     """Norms over the heads of q and k."""
 
@@ -103,6 +116,7 @@ MORE = {
     "rowwise": {
         "a decoder's block": (decoder_block, (2, 13, 64), {}, True),
         "parts in memory": (Fused, (2, 24, 64), {}, True),
+        "one gradient of two layers": (OneGradient, (48, 64), {}, False),
         "norms of heads": (Heads, (2, 24, 64), {}, True),
         "as users run it": AS_USERS_RUN_IT,
         "biases, as users run them": (Gelu, (2, 24, 64), {}, False),
