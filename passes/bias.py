@@ -7,15 +7,16 @@ writes all of it. A gemm adds the bias to its float32 accumulator for nothing, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from .choice import Choice, Convert
-from .operand import is_same
+from .operand import CASTS, is_same
 from .quantize import RowwiseScales, is_scaled_after
+from .rewrite import Inserter
 
 aten = torch.ops.aten
 
@@ -36,6 +37,54 @@ def biases_in_gemms(
     ]
 
 
+def settled(members: Sequence[Convert], order: Mapping[fx.Node, int]) -> list[Convert]:
+    """Layers that may become one gemm, which adds the biases of all that have one, or of none.
+
+    Args:
+        members: in graph order.
+        order: position of every node of the graph.
+    """
+    place = order[members[0].gemm.node]
+    biased = [member for member in members if member.gemm.node.target is aten.addmm.default]
+    if all(member.adds_bias and order[_source(member)] < place for member in biased):
+        return [*members]
+    return [replace(member, adds_bias=False) for member in members]
+
+
+def _source(conversion: Convert) -> fx.Node:
+    """What a bias is, before autocast rounds it where its layer is."""
+    bias = conversion.gemm.node.args[0]
+    assert isinstance(bias, fx.Node)
+    source = bias.args[0] if bias.target in CASTS else bias
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def side_by_side(
+    members: Sequence[Convert], order: Mapping[fx.Node, int], insert: Inserter
+) -> fx.Node | None:
+    """What the gemm that layers have become adds, zeros for those without a bias; ``None`` where it adds nothing.
+
+    Args:
+        members: as :func:`settled` gave them.
+        insert: before the first of them.
+    """
+    if not any(member.adds_bias for member in members):
+        return None
+    place = order[members[0].gemm.node]
+    biases = []
+    for gemm in (member.gemm for member in members):
+        bias = gemm.node.args[0]
+        assert isinstance(bias, fx.Node)
+        if gemm.node.target is not aten.addmm.default:
+            bias = insert(aten.full.default, [gemm.n], 0, dtype=gemm.dtype, device=gemm.device)
+        elif order[bias] >= place:
+            assert not isinstance(bias.target, str)
+            bias = insert(bias.target, *bias.args, **bias.kwargs)
+        biases.append(bias)
+    return insert(aten.cat.default, biases)
+
+
 def _can(conversion: Convert, scales: RowwiseScales) -> bool:
     """Whether it is one number a column, in the 16-bit dtype that the gemm writes, neither padded nor scaled."""
     gemm, spec = conversion.gemm, conversion.spec
@@ -44,7 +93,7 @@ def _can(conversion: Convert, scales: RowwiseScales) -> bool:
     bias = gemm.node.args[0]
     assert isinstance(bias, fx.Node)
     value = bias.meta["val"]
-    if value.dim() != 1 or not is_same(value.shape[0], gemm.n) or value.stride() != (1,):
+    if value.dim() != 1 or not is_same(value.shape[0], gemm.n) or not is_same(value.stride(0), 1):
         return False
     if value.dtype != gemm.dtype or gemm.dtype not in (torch.bfloat16, torch.float16):
         return False

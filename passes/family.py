@@ -16,6 +16,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.recipe import Role
 
+from .bias import settled
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
@@ -148,6 +149,7 @@ def families(
         members = _distinct_weights(group, order)
         if len(members) < 2:
             continue
+        members = settled(members, order)
         trains = any(gradients.get((member.gemm.node, role)) for member in members for role in _GRADIENTS)
         outcome: list[Family | Apart] = []
         for way in (*ways(members, trains), [members]):  # as one last, for the reason if there is no way

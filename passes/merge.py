@@ -48,6 +48,7 @@ from f8fx.cost import CostModel
 from f8fx.report import MergeDecision
 
 from .backward import backward_nodes
+from .bias import side_by_side
 from .choice import Choice, Convert, current, reading
 from .family import Apart, Family, families, gemms, users_between
 from .gemm import Gemm
@@ -195,18 +196,18 @@ class _Rewrite:
         weight = insert(ops.concat, [self._now(c.gemm.right.node) for c in members], 0 if transposed else 1)
         right = _as_operand(insert, weight, transposed, first.dtype)
         left = first.node.args[1 if first.node.target is aten.addmm.default else 0]
-        biases = self._biases(members, insert)
-        if biases:
-            product = insert(aten.addmm.default, insert(aten.cat.default, biases), left, right)
-        else:
+        bias = side_by_side(members, self.order, insert)
+        if bias is None:
             product = insert(aten.mm.default, left, right)
+        else:
+            product = insert(aten.addmm.default, bias, left, right)
         end = 0
         for conversion in members:
             node = conversion.gemm.node
             start, end = end, end + int(conversion.gemm.n)
             part = insert(aten.slice.Tensor, product, 1, start, end)
             is_copied = node in self.family.copied
-            has_bias = node.target is aten.addmm.default and not biases
+            has_bias = node.target is aten.addmm.default and bias is None
             if has_bias:
                 part = self._before(conversion.gemm)(aten.add.Tensor, part, node.args[0])
             elif is_copied:
@@ -222,27 +223,7 @@ class _Rewrite:
             right=replace(first.right, node=weight),
             layer=product,
         )
-        return replace(members[0], gemm=gemm, adds_bias=bool(biases)), weight
-
-    def _biases(self, members: tuple[Convert, ...], insert: Inserter) -> list[fx.Node]:
-        """What the merged gemm is to add; none if one of its layers' does not, or the bias is computed later."""
-        biases: list[fx.Node] = []
-        place = self.order[members[0].gemm.node]
-        for conversion in members:
-            bias = conversion.gemm.node.args[0]
-            if not conversion.adds_bias or not isinstance(bias, fx.Node):
-                return []
-            source = bias
-            if bias.target in CASTS:
-                assert isinstance(bias.args[0], fx.Node)
-                source = bias.args[0]  # autocast rounds a bias where its layer is
-            if self.order.get(source, place) >= place:
-                return []
-            biases.append(bias)
-        return [
-            bias if self.order.get(bias, place) < place else insert(bias.target, *bias.args, **bias.kwargs)  # type: ignore[arg-type]
-            for bias in biases
-        ]
+        return replace(members[0], gemm=gemm, adds_bias=bias is not None), weight
 
     def _grad(self) -> fx.Node:
         """``concat(dy_i)``, before the first of the merged gradient matmuls."""

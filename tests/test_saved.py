@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -51,3 +52,33 @@ def test_lean_saves_no_tensor_more_than_torchao(name, recipe):
     scales = sum(4 * (4 if recipe == "tensorwise" else 2 * sum(layer.weight.shape)) for layer in layers)
     assert ours <= theirs + scales
     assert scales < TOKENS * DIM // 16  # a tensor more would show
+
+
+class Attention(nn.Module):
+    """Biased projections, but for the keys (Whisper's have no bias).
+
+    Args:
+        late: the bias of the values is computed after the queries.
+    """
+
+    def __init__(self, bias: bool, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.q, self.v, self.o = (nn.Linear(256, 256) for _ in range(3))
+        self.k = nn.Linear(256, 256, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x), self.k(x)
+        bias = self.v.bias + x.flatten(0, 1).mean(0) if self.late else self.v.bias
+        v = F.linear(x, self.v.weight, bias)
+        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in (q, k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("bias", "late"), [(True, False), (False, False), (False, True)])
+def test_biases_in_gemms_save_no_more(bias, late):
+    """Which results are kept, and so copied out of a merged one, is decided by where the biases are added."""
+    model = Attention(bias, late).to(torch.bfloat16)
+    x = torch.empty(2, 512, 256, dtype=torch.bfloat16, requires_grad=True)
+    inside, after = (codegen.halves(model, x, bias=where)[1] for where in ("in_gemm", "torchao"))
+    assert inside <= after

@@ -177,12 +177,36 @@ def test_a_bias_that_is_computed_after_the_first_layer_is_added_to_its_slice():
     assert added(f, *inputs, merge="never") == [True, True]
 
 
-def test_a_layer_without_a_bias_among_those_with():
+def test_a_layer_without_a_bias_among_those_with_adds_zeros():
     def f(x, first, b, second):
         return F.linear(x, first, b).sin(), F.linear(x, second).cos()
 
     x, weight, bias = args()
-    assert added(f, x, weight, bias, args()[1], target="h100") == [False]
+    other = args()[1]
+    assert added(f, x, weight, bias, other, target="h100") == [True]
+    merged, apart = (
+        compiled(f, bias="in_gemm", target=target)(x, weight, bias, other) for target in ("h100", None)
+    )
+    assert all(sqnr(a, b) > 25 for a, b in zip(apart, merged, strict=True))
+
+
+def test_layers_without_biases_add_nothing():
+    def f(x, first, second):
+        return F.linear(x, first).sin(), F.linear(x, second).cos()
+
+    x, weight, _ = args()
+    assert added(f, x, weight, args()[1], target="h100") == [False]
+
+
+def test_a_bias_whose_strides_nothing_is_known_of_stays():
+    def f(x, weight, columns, count):
+        wide = columns.new_zeros(48, count.item()) + columns[:, :1]
+        return F.linear(x, weight, wide[:, 0])
+
+    x, weight, _ = args()
+    inputs = (x, weight, randn(48, 8, grad=False), torch.tensor(5))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert added(f, *inputs) == [False]
 
 
 def test_the_sum_is_rounded_once():
