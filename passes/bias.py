@@ -13,12 +13,17 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from f8fx.torch_private import statically_true
+
 from .choice import Choice, Convert
 from .operand import CASTS, is_same
 from .quantize import RowwiseScales, is_scaled_after
 from .rewrite import Inserter
 
 aten = torch.ops.aten
+
+#: Bytes that where a bias begins is a multiple of, as matrices have to; PyTorch tells cuBLASLt of none.
+_ALIGNMENT = 16
 
 
 def biases_in_gemms(
@@ -86,7 +91,7 @@ def side_by_side(
 
 
 def _can(conversion: Convert, scales: RowwiseScales) -> bool:
-    """Whether it is one number a column, in the 16-bit dtype that the gemm writes, neither padded nor scaled."""
+    """Whether it is one number a column, in the 16-bit dtype that the gemm writes, neither padded nor scaled, aligned."""
     gemm, spec = conversion.gemm, conversion.spec
     if gemm.node.target is not aten.addmm.default or gemm.node.kwargs or conversion.pad_n:
         return False
@@ -96,6 +101,8 @@ def _can(conversion: Convert, scales: RowwiseScales) -> bool:
     if value.dim() != 1 or not is_same(value.shape[0], gemm.n) or not is_same(value.stride(0), 1):
         return False
     if value.dtype != gemm.dtype or gemm.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not statically_true(value.storage_offset() * gemm.dtype.itemsize % _ALIGNMENT == 0):
         return False
     # scaled by rows, gemms write bfloat16
     return not spec.is_rowwise or (gemm.dtype == torch.bfloat16 and not is_scaled_after(gemm, spec, scales))

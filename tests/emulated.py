@@ -156,6 +156,7 @@ def scaled_mm(
     assert out.shape == (m, n) and out.stride() == (n, 1) and out.dtype == result.dtype
     bias = rest[0] if rest else more.get("bias")
     assert bias is None or (bias.dtype == out.dtype != torch.float32 and bias.numel() == n)
+    assert bias is None or bias.data_ptr() % 16 == 0, "the bias is not aligned"
     return out.copy_(result)
 
 

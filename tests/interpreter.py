@@ -28,8 +28,10 @@ LIBDEVICE: dict[str, Callable[..., Any]] = {
     "erf": np.vectorize(math.erf, otypes=[np.float32]),
     "exp": np.exp,
     "exp2": np.exp2,
+    "expm1": np.expm1,
     "floor": np.floor,
     "log": np.log,
+    "log1p": np.log1p,
     "log2": np.log2,
     "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -37,6 +39,8 @@ LIBDEVICE: dict[str, Callable[..., Any]] = {
     "sqrt": np.sqrt,
     "tanh": np.tanh,
 }
+#: Those that answer by an integer.
+LIBDEVICE_TESTS: dict[str, Callable[..., Any]] = {"isinf": np.isinf, "isnan": np.isnan}
 
 
 def torch_conversion(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
@@ -114,6 +118,8 @@ def generated_code() -> Iterator[None]:
         stack.enter_context(mock.patch.object(ReduceOps, "apply_impl", apply))
         for name, function in LIBDEVICE.items():
             stack.enter_context(mock.patch.object(libdevice, name, _elementwise(function), create=True))
+        for name, test in LIBDEVICE_TESTS.items():
+            stack.enter_context(mock.patch.object(libdevice, name, _tested(test), create=True))
         yield
 
 
@@ -125,5 +131,17 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Any], Any]:
         others = [y.handle.data if isinstance(y, tl.tensor) else y for y in more]
         values = function(x.handle.data, *others).astype(x.handle.data.dtype)
         return tl.tensor(TensorHandle(values, x.handle.dtype), x.type)
+
+    return apply
+
+
+def _tested(test: Callable[..., Any]) -> Callable[[Any], Any]:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def apply(x: Any) -> Any:
+        values = test(x.handle.data).astype(np.int32)
+        kind = tl.block_type(tl.int32, x.type.get_block_shapes()) if x.type.is_block() else tl.int32
+        return tl.tensor(TensorHandle(values, tl.int32), kind)
 
     return apply

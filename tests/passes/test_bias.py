@@ -137,6 +137,14 @@ def test_a_bias_that_is_expanded_stays():
     assert added(lambda x, w, b: F.linear(x, w, b[:1].expand(48)), x, weight, bias) == [False]
 
 
+@pytest.mark.parametrize(("first", "is_aligned"), [(0, True), (8, True), (4, False), (1, False)])
+def test_a_bias_that_begins_where_no_vector_of_16_bytes_does_stays(first, is_aligned):
+    x, weight, _ = args()
+    packed = randn(64, grad=False)
+    assert added(lambda x, w, b: F.linear(x, w, b[first : first + 48]), x, weight, packed) == [is_aligned]
+    assert added(F.linear, x, weight, packed[first : first + 48]) == [is_aligned]
+
+
 def test_padded_columns_stay():
     assert added(F.linear, *args(width=40)) == [False]
 
