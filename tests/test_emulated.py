@@ -27,6 +27,7 @@ from f8fx.passes import amaxes
 from f8fx.recipe import PRESETS
 from tests.emulated import Case, multiplied
 from tests.helpers import Block, bf16, sqnr
+from tests.random_nets import random_case
 
 pytest.importorskip("triton")
 codegen = pytest.importorskip("benchmarks.codegen")
@@ -271,3 +272,22 @@ def test_canaries_raise_no_false_alarm(choice, tmp_path):
     for results, (function, want) in zip(run(cases, tmp_path), wanted, strict=True):
         assert isinstance(results, list), (function.name, results)
         assert all(canary._same(a, b) for a, b in zip(want, results, strict=True)), function.name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(0, 30, 6))
+def test_random_networks_compute_the_definitions(seed, tmp_path, monkeypatch):
+    monkeypatch.setattr(amaxes, "CACHED", 0)
+    cases, named = [], []
+    for each in range(seed, seed + 6):
+        torch._dynamo.reset()
+        net, x, options = random_case(each)
+        for case, want in halves(net, x, precise=True, **options):
+            cases.append(case)
+            named.append((each, options, want))
+    for results, (each, options, want) in zip(run(cases, tmp_path), named, strict=True):
+        assert isinstance(results, list), (each, options, results)
+        for index, (a, b) in enumerate(zip(results, want, strict=True)):
+            if b is not None and b.dtype.is_floating_point and b.dtype.itemsize > 1 and b.any():
+                ratio = sqnr(b.double(), a.double())
+                assert torch.equal(a, b) or ratio > 30, (each, options, index, tuple(b.shape), ratio)
