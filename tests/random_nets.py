@@ -108,10 +108,13 @@ class RandomNet(nn.Module):
         if half % 16:
             return
         found.remove(whole)
+        takes_slices = self.draw.random() < 0.5
         for index in (0, 1):
-            found.append(
-                self._step(lambda x, index=index: x.chunk(2, -1)[index], whole, width=half)  # type: ignore[misc]
-            )
+
+            def part(x: Tensor, index: int = index) -> Tensor:
+                return x[..., index * half :][..., :half] if takes_slices else x.chunk(2, -1)[index]
+
+            found.append(self._step(part, whole, width=half))
 
     def _function(self, found: list[int]) -> None:
         draw = self.draw
