@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from f8fx.options import Options
@@ -73,7 +74,8 @@ def enable_float8_all_gather(
         One decision for each 2-D parameter, and for those of experts. What is not converted is untouched.
 
     Raises:
-        ValueError: for an unknown recipe or option, and for a model this was called on before.
+        ValueError: for an unknown recipe or option, for a model this was called on before, and for weights that
+            ``fully_shard`` has sharded already.
         RuntimeError: on every rank, if ranks decide differently.
     """
     options = Options.parse(
@@ -89,6 +91,14 @@ def enable_float8_all_gather(
     judged = judge(model, options)
     decisions = [verdict.decision for verdict in judged]
     found = [(verdict.candidate, verdict.formats) for verdict in judged if verdict.formats]
+    sharded = {
+        id(param) for part in model.modules() if isinstance(part, FSDPModule) for param in part.parameters()
+    }
+    late = [candidate.fqn for candidate, _ in found if id(candidate.param) in sharded]
+    if late:
+        raise ValueError(
+            f"enable_float8_all_gather comes before fully_shard, which {late[0]!r} has been through (of {len(late)} weights)"
+        )
     _agree(decisions, (options.recipe, wire, scales, copies), mesh)
     key_local_tensors(Float8Shard)
     peers = _peers([candidate for candidate, _ in found], mesh)

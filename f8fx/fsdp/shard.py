@@ -15,14 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from f8fx.torch_private import (
     disabled_torch_function,
+    gives_views,
     is_composite,
-    is_mutating,
     local_tensor,
     storage_key,
+    tree_leaves,
     tree_map,
     tree_map_only,
     version_counter,
     wrapper_tensor,
+    written,
 )
 
 from .formats import Layout
@@ -70,8 +72,8 @@ class _Of:
 class Float8Shard(torch.Tensor):
     """A local shard, in high precision, of a weight that is gathered in float8.
 
-    Every operator runs on the plain tensor inside; what it gives is plain as well, but for the few that FSDP2
-    uses to make a shard. Optimizers, ``clip_grad_norm_`` and the like see an ordinary tensor.
+    Every operator runs on the plain tensor inside; what it gives is plain as well, but for views, through which the shard can be
+    written to, and the few that FSDP2 uses to make a shard. Optimizers, ``clip_grad_norm_`` and the like see an ordinary tensor.
 
     Args:
         tensor: the shard; before ``fully_shard``, the whole weight (its TP-local part on a 2-D mesh).
@@ -124,6 +126,8 @@ class Float8Shard(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickled, it is the plain tensor: a file must not need f8fx to be read
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(self.plain.detach(), self.requires_grad).__reduce_ex__(protocol)
         return self.plain.__reduce_ex__(protocol)
 
     @classmethod
@@ -143,13 +147,15 @@ class Float8Shard(torch.Tensor):
 
         plain_args, plain_kwargs = tree_map(unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
-        if is_mutating(func):
-            for wrapper in wrappers.values():
-                wrapper.changes[0] += 1
+        targets = written(func, args, kwargs or {})
+        if targets:
+            for target in tree_leaves(targets):
+                if isinstance(target, Float8Shard):
+                    target.changes[0] += 1
             return tree_map(lambda value: wrappers.get(id(value), value), result)
-        if func not in _STAYS or not isinstance(args[0], Float8Shard):
+        source = args[0] if args else None
+        if not isinstance(source, Float8Shard) or not (func in _STAYS or gives_views(func)):
             return result
-        source = args[0]
 
         def wrap(value: Tensor) -> Float8Shard:
             is_view = storage_key(value) == storage_key(source.plain)

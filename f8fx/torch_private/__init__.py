@@ -107,6 +107,7 @@ from .tensors import (
     disabled_torch_function,
     fake_like,
     fake_tensor_mode,
+    gives_views,
     in_backward,
     infinity_norms,
     is_composite,
@@ -123,6 +124,7 @@ from .tensors import (
     unlogged_fake_errors,
     version_counter,
     wrapper_tensor,
+    written,
 )
 from .trees import tree_leaves, tree_map, tree_map_only
 from .tuned_graphs import tune_graphs_of
@@ -167,6 +169,7 @@ __all__ = [
     "fsdp_parameter_of",
     "gather_group",
     "gather_outputs",
+    "gives_views",
     "group_backend",
     "group_backends",
     "group_rank",
@@ -231,4 +234,5 @@ __all__ = [
     "untraced",
     "version_counter",
     "wrapper_tensor",
+    "written",
 ]

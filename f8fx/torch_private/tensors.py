@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,6 +138,25 @@ def schema_of(target: Any) -> Any:
 def is_mutating(operator: Any) -> bool:
     """Whether an operator writes to one of its arguments (``OpOverload._schema``)."""
     return operator._schema.is_mutable
+
+
+def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to: by its schema, and of a collective, whose schema says nothing, the first.
+
+    A list of tensors is one argument. (``OpOverload._schema``; ``c10d::send`` alone writes to nothing.)
+    """
+    if operator.namespace == "c10d":
+        return [*args[:1]] if operator._opname != "send" else []
+    found = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def gives_views(operator: Any) -> bool:
+    """Whether what an operator gives shares memory with an argument (``OpOverload._schema``)."""
+    return any(result.alias_info is not None for result in operator._schema.returns)
 
 
 def is_composite(operator: Any) -> bool:
