@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .parameter_data import Installation, version_probe, with_version_of
 from .torch_private import storage_key, version_counter
@@ -120,29 +120,37 @@ def _forget(key: int, watch: Watch | None) -> None:
 
 
 class _Signals:
-    """The optimizer hook and the ``.data`` property; there while any parameter is watched."""
+    """The optimizer hooks and the ``.data`` property; there while any parameter is watched.
+
+    The hooks run before a step, which may fail halfway or have a post-hook of its own that evaluates, and after it, since a
+    step may run forwards (``closure``) before it changes weights.
+    """
 
     def __init__(self) -> None:
-        self.hook: Any = None
+        self.hooks: list[Any] = []
         self.data: Any = None
 
     def install(self) -> None:
-        if self.hook is None:
-            self.hook = register_optimizer_step_post_hook(_after_step)
+        if not self.hooks:
+            self.hooks = [
+                register_optimizer_step_pre_hook(_stepped),
+                register_optimizer_step_post_hook(_stepped),
+            ]
             self.data = Installation(_on_read, _on_set)
 
     def uninstall(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
+        if self.hooks:
+            for hook in self.hooks:
+                hook.remove()
             self.data.remove()
-            self.hook = self.data = None
+            self.hooks, self.data = [], None
 
 
 _SIGNALS = _Signals()
 
 
 @torch.compiler.disable
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _STEPS
     with LOCK:
         _STEPS += 1

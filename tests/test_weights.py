@@ -632,6 +632,30 @@ def test_another_models_optimizer_does_not_mind_a_frozen_model(casts):
     assert casts == [(16, 32), (16, 64)]
 
 
+def test_an_evaluation_in_the_optimizers_own_hook():
+    """It runs before the hooks of all optimizers do, and a fused step leaves no other trace."""
+    model, x = Net(), x16()
+    f8, seen = warm(model, x), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    optimizer.register_step_post_hook(lambda *_: seen.append((infer(f8, x), uncached(model, x))))
+    model(x).sum().backward()
+    optimizer.step()
+    ((got, want),) = seen
+    assert torch.equal(got, want)
+
+
+def test_a_step_that_fails_halfway():
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.5, fused=True)
+    model(x).sum().backward()
+    del optimizer.param_groups[1]["betas"]
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert torch.equal(infer(f8, x), uncached(model, x))
+
+
 @pytest.mark.parametrize("alias", [lambda p: p.detach(), lambda p: p.data])
 def test_a_frozen_model_minds_the_optimizer_of_one_on_its_memory(alias):
     trained = Net()
