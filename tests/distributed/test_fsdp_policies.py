@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx.fsdp import enable_float8_all_gather
+from f8fx.fsdp.shard import Float8Shard
 from tests.distributed.harness import run_checks
 from tests.distributed.models import (
     OPTIONS,
@@ -28,7 +29,7 @@ from tests.distributed.models import (
     world_mesh,
 )
 from tests.distributed.sent import InGraph, collectives
-from tests.helpers import bf16
+from tests.helpers import Block, bf16
 
 #: For what is about numbers alone.
 ONE_BLOCK = {"depth": 1}
@@ -348,10 +349,25 @@ def evaluated_in_inference_mode():
         assert_same(*results, recipe)
 
 
+def enabled_after_fully_shard():
+    """Blocks one after the other, each before it is sharded: an optimizer would hold what FSDP2 knows nothing of."""
+    model = nn.Sequential(Block(), Block()).to(bf16)
+    fully_shard(model[0])
+    try:
+        enable_float8_all_gather(model)
+    except ValueError as error:
+        assert "comes before fully_shard, which '0.gate.weight' has been through" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    assert not any(isinstance(parameter, Float8Shard) for parameter in model.parameters())
+    assert any(decision.reason == "converted" for decision in enable_float8_all_gather(model[1]))
+
+
 def test_two_ranks():
     run_checks(
         2,
         [
+            enabled_after_fully_shard,
             resharding,
             mixed_precision,
             autocast,

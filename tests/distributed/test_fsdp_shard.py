@@ -12,7 +12,7 @@ from torch import nn
 from f8fx.fsdp import enable_float8_all_gather
 from f8fx.fsdp.shard import Float8Shard
 from f8fx.torch_private import fake_store
-from tests.helpers import Block, bf16, randn
+from tests.helpers import Block
 
 
 @pytest.fixture
@@ -113,15 +113,3 @@ def test_a_pickled_model_has_parameters():
         loaded = torch.load(file)
         assert type(loaded) is nn.Parameter and loaded.requires_grad == trains
         assert isinstance(weight, Float8Shard) and torch.equal(loaded, weight.plain)
-
-
-def test_enabled_after_fully_shard(two_ranks):
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(Block(), Block()).to(bf16)
-    fully_shard(model[0])
-    with pytest.raises(ValueError, match="comes before fully_shard"):
-        enable_float8_all_gather(model)
-    assert not any(isinstance(parameter, Float8Shard) for parameter in model.parameters())
-    enable_float8_all_gather(model[1])
-    assert model[1](randn(16, 64)).shape == (16, 64)
