@@ -83,8 +83,7 @@ class RandomNet(nn.Module):
         return self._module(layer, place, width)
 
     def _block(self) -> None:
-        draw, first = self.draw, len(self.widths) - 1
-        place = first
+        draw, place = self.draw, len(self.widths) - 1
         if draw.random() < 0.5:
             norm = draw.choice((nn.LayerNorm, nn.RMSNorm))
             place = self._module(norm(self.dim), place, self.dim)
