@@ -123,7 +123,8 @@ def wrapped(
     def run(*args: Any) -> Any:
         taken = weights.made_anew if is_fake(args[first]) else fetch
         copies = taken(
-            ([args[position] for position in positions], dim, forms) for positions, dim, forms in wanted
+            (([args[position] for position in positions], dim, forms) for positions, dim, forms in wanted),
+            training,
         )
         if training:
             training_ran(args)

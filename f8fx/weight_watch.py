@@ -28,8 +28,8 @@ class Watch:
         self.keepers: set[Watch] = set()
         #: reads of ``.data``, optimizer steps, refreshes
         self.changes = 0
-        #: a training graph has run that it needed a gradient in
-        self.was_trained = False
+        #: training graphs that have run and that it needed a gradient in
+        self.trained = 0
         # empty tensors that count the versions of the aliases that ``.data`` handed out, and of the tensors
         # it was set to: the first and the last on the memory it has
         self.alias: Tensor | None = None
@@ -50,9 +50,14 @@ class Watch:
             self.changes,
             -1 if self.alias is None else version_counter(self.alias),
             tuple(map(version_counter, self.sources)),
-            # a weight that is frozen again may have been written to in between
-            (_STEPS + _RUNS if inference else _STEPS) if parameter.requires_grad or self.was_trained else -1,
+            self._trainings(parameter, inference),
         )
+
+    def _trainings(self, parameter: Tensor, inference: bool) -> Any:
+        if parameter.requires_grad:
+            return _STEPS, _RUNS if inference else 0
+        # frozen again, it may have been written to in between; by others' training it is not
+        return (_STEPS, self.trained, "frozen") if self.trained else None
 
     def drop(self) -> None:
         """Drops the copies in which it has a part."""
@@ -94,7 +99,7 @@ def training_ran(inputs: Iterable[Any]) -> None:
         _RUNS += 1
         for value in inputs:
             if isinstance(value, Tensor) and value.requires_grad and (watch := WATCHES.get(id(value))):
-                watch.was_trained = True
+                watch.trained += 1
 
 
 def watch_of(parameter: Tensor) -> Watch:
@@ -162,8 +167,9 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     watched.pop(None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for watch in watched.get(_memory(parameter), ()):
-                watch.changes += 1
+            if parameter.requires_grad or parameter.grad is not None:  # else no optimizer writes to it
+                for watch in watched.get(_memory(parameter), ()):
+                    watch.changes += 1
 
 
 def _memory(parameter: Tensor | None) -> int | None:

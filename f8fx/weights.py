@@ -11,10 +11,10 @@ is read at every call, without a look at the data and without waiting for a devi
 * ``_version``: in-place operations, ``copy_`` (``load_state_dict``), foreach optimizers;
 * the Parameter object and its address: ``load_state_dict(assign=True)``, and whatever moves its memory;
 * the number of ``torch.optim`` steps, of any optimizer: fused ones change weights and leave ``_version``
-  as it was. A parameter with ``requires_grad=False`` only minds optimizers that hold it or another
-  parameter on its memory;
-* the number of training graphs that f8fx ran with this option: an optimizer that is not
-  ``torch.optim``'s comes after one of them;
+  as it was. A parameter with ``requires_grad=False`` only minds optimizers that train it or another
+  parameter on its memory, and, if it was trained itself before, all of them;
+* the number of training graphs that f8fx ran with this option, of a frozen parameter those that trained it: an
+  optimizer that is not ``torch.optim``'s comes after one of them;
 * ``p.data = other``, which is how ``.to()`` works, and reads of ``p.data``. What is written through that alias
   counts in a version of its own. So while there are copies, ``nn.Parameter.data`` is a Python property
   (:mod:`f8fx.parameter_data`): it hands out aliases that all share one version counter, and that counter
@@ -54,7 +54,7 @@ def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
 
     * through an alias that ``p.data`` handed out before the weight was first cached;
     * through ``.data`` of another tensor with the same memory: one out of ``state_dict()``, ``p.detach()``, ``p.view(...)``;
-    * by a collective, a CUDA kernel or a library that is given the memory's address (``data_ptr``, DLPack, NumPy);
+    * by a collective, a CUDA kernel or a library that is given the memory (``data_ptr``, DLPack, NumPy, ``p.untyped_storage()``);
     * by another process that shares its CUDA memory (on a CPU such weights are not kept);
     * through ``p.data`` inside a function compiled with a backend that runs Dynamo's graphs as they are (``"eager"``);
     * by replaying a CUDA graph that holds an optimizer step;
@@ -120,8 +120,12 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 Wanted = tuple[Sequence[Tensor], int, Sequence[Format]]
 
 
-def cached(wanted: Iterable[Wanted]) -> list[Tensor]:
-    """Scales and copies of parameters that last from call to call, those of each in turn."""
+def cached(wanted: Iterable[Wanted], training: bool = False) -> list[Tensor]:
+    """Scales and copies of parameters that last from call to call, those of each in turn.
+
+    Args:
+        training: a graph takes them that may keep them for its backward.
+    """
     result: list[Tensor] = []
     streams: dict[torch.device, Any] = {}
     for parameters, dim, formats in wanted:
@@ -129,11 +133,12 @@ def cached(wanted: Iterable[Wanted]) -> list[Tensor]:
         copies = watches[0].copies.get((dim, watches))
         if copies is None:
             copies = _keep(watches, dim)
+        copies.trains |= training
         result += copies.get(parameters, watches, formats, _stream(parameters[0], streams))
     return result
 
 
-def reused(wanted: Iterable[Wanted]) -> list[Tensor]:
+def reused(wanted: Iterable[Wanted], training: bool = True) -> list[Tensor]:
     """The same for a training graph: kept inside :func:`reuse_weights`, made anew outside."""
     result: list[Tensor] = []
     streams: dict[torch.device, Any] = {}
@@ -149,7 +154,7 @@ def reused(wanted: Iterable[Wanted]) -> list[Tensor]:
     return result
 
 
-def made_anew(wanted: Iterable[Wanted]) -> list[Tensor]:
+def made_anew(wanted: Iterable[Wanted], training: bool = False) -> list[Tensor]:
     """The same, kept nowhere: of fake tensors, with which DDPOptimizer calls what it has compiled."""
     result: list[Tensor] = []
     for parameters, dim, formats in wanted:
@@ -196,6 +201,8 @@ class _Copies:
     def __init__(self, dim: int, in_place: bool) -> None:
         self.dim = dim
         self.in_place = in_place
+        #: a backward may have to read them still
+        self.trains = False
         self.tensors: dict[Format, Tensor] = {}
         self.fresh: set[Format] = set()
         #: what was asked for, by the identity of the sequence, which a graph keeps, and what it was given
@@ -275,9 +282,16 @@ class _Copies:
             )
         old = self.tensors.get(form) if self.in_place else None
         if old is not None and old.shape == new.shape and old.device == new.device:
-            new = old.copy_(new)
+            # a sign of change is no change: autograd minds writes, also those of the same bits
+            same = self.trains and not capturing() and _same_bits(old, new)
+            new = old if same else old.copy_(new)
         self.tensors[form] = new
         self.fresh.add(form)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    bits = torch.int32 if a.dtype == torch.float32 else torch.uint8
+    return torch.equal(a.view(bits), b.view(bits))
 
 
 def arranged(sources: Sequence[Tensor], dim: int) -> Tensor:

@@ -228,6 +228,58 @@ def test_a_frozen_weight_that_changes_before_the_backward_is_an_error_as_in_high
             y.sum().backward()
 
 
+def test_an_optimizer_that_holds_frozen_weights_does_not_write_to_them(casts):
+    model = LowRank()
+    f8 = compiled(model, weights="cached", **H100)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(3):
+        casts.clear()
+        f8(x64()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert any(shape == (256, K) for shape in casts) is (step == 0)
+
+
+@pytest.mark.parametrize(
+    ("trained", "sign"),
+    [
+        (True, "none"),
+        (True, "data is read"),
+        (True, "another optimizer steps"),
+        (False, "moved to where it is"),
+    ],
+)
+def test_signs_between_two_forwards_and_their_backward(trained, sign, casts):
+    """A weight that may have changed, and has not, is written by nobody: both forwards find their copies."""
+    model, head = LowRank().requires_grad_(trained), nn.Linear(K, 8, dtype=bf16)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    results = []
+    for choice in ("dynamic", "cached"):
+        f8 = compiled(model, weights=choice, **H100)
+        if trained:  # once, and frozen from then on
+            infer(f8, x64())
+            model.requires_grad_(True)
+            f8(x64()).sum().backward()
+            model.requires_grad_(False)
+        x, other = x64(grad=True), x64(grad=True)
+        y = f8(x)
+        if sign == "data is read":
+            model.block.k.weight.data.norm()
+        elif sign == "moved to where it is":
+            model.to("cpu")
+        elif sign == "another optimizer steps":
+            head(y.detach().new_ones(1, K)).sum().backward()
+            optimizer.step()
+        casts.clear()
+        z = f8(other)
+        if choice == "cached" and sign == "none":
+            assert (256, K) not in casts
+        (y.sum() + z.sin().sum()).backward()
+        results.append((y, z, x.grad, other.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_weight_that_is_frozen_later():
     model, x = LowRank().requires_grad_(True), x64(grad=True)
     f8 = compiled(model, weights="cached", **H100)
