@@ -23,9 +23,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from f8fx.peers import Peers
@@ -41,6 +42,7 @@ from f8fx.torch_private import (
     reshards_after_forward,
     saved_tensors_are_read,
     set_gather_outputs,
+    sharded_parameter,
     storage_key,
 )
 
@@ -64,7 +66,6 @@ class Copies:
         fqn: of the weight.
         count: one for recipes whose halves read the same copy, else two: the forward's, the backward's.
         wanted: ``"auto"``, or ``"both"``: all of them, always.
-        model: below which FSDP2 holds the weight.
         peers: the ranks that compile what reads it.
         present: what the last gather brought.
         read_early: the backward reads the forward's copy.
@@ -76,7 +77,6 @@ class Copies:
     fqn: str
     count: int
     wanted: Wanted
-    model: nn.Module
     peers: Peers
     present: tuple[int, ...] = (_FORWARD, _BACKWARD)
     read_early: bool = False
@@ -85,14 +85,40 @@ class Copies:
     attempts: int = 0
     mesh: DeviceMesh | None = None
     _begun: tuple[int, ...] = (_FORWARD, _BACKWARD)
-    _searched: bool = field(default=False, repr=False)
-    _group: Any = field(default=None, repr=False)
-    _parameter: Any = field(default=None, repr=False)
+    _found: tuple[ReferenceType[Any], ReferenceType[Any]] | None = field(default=None, repr=False)
     _outputs: list[Tensor] | None = field(default=None, repr=False)
     _alternates: bool | None = field(default=None, repr=False)
     _said: bool = field(default=False, repr=False)
     _stays: bool = field(default=False, repr=False)
     _trained: bool = field(default=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy of a model is sharded anew
+        made = Copies(self.fqn, self.count, self.wanted, self.peers)
+        return made.__dict__
+
+    # -- where FSDP2 holds it
+
+    def _find(self) -> tuple[Any, Any]:
+        """FSDP2's group and parameter, which hold the weight: not to be held by it. ``None`` twice if there are none."""
+        if self._found is None:
+            group, parameter = fsdp_parameter_of(self._is_shard)
+            if group is None:
+                return None, None
+            self._found = ref(group), ref(parameter)
+        return self._found[0](), self._found[1]()
+
+    @property
+    def _group(self) -> Any:
+        return self._find()[0]
+
+    @property
+    def _parameter(self) -> Any:
+        return self._find()[1]
+
+    def sharded_parameter(self) -> Tensor | None:
+        """The parameter that FSDP2 holds while its module holds the gathered weight."""
+        return sharded_parameter(self._parameter)
 
     # -- what is sent
 
@@ -159,9 +185,6 @@ class Copies:
             self._begun = (_FORWARD, _BACKWARD)
 
     def _reshards(self) -> bool | str | None:
-        if not self._searched:
-            self._searched = True
-            self._group, self._parameter = fsdp_parameter_of(self.model, self._is_shard)
         return reshards_after_forward(self._group)
 
     def stays_in_memory(self, shard: Float8Shard) -> None:
@@ -169,7 +192,7 @@ class Copies:
         is_padded = shard.plain.untyped_storage().nbytes() > shard.plain.nbytes
         if self._stays or not is_padded:
             return
-        _, parameter = fsdp_parameter_of(self.model, self._is_shard)
+        parameter = self._parameter
         if parameter is not None:
             keep_padded_shard(parameter, lambda local: storage_key(local.plain))
             self._stays = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from .copies import Copies, Wanted
 from .formats import Format
 from .judge import Candidate, GatherDecision, judge
 from .reduce import maximum
-from .scales import BeginForward, EndForward, Mode, Scales, WeightScales
+from .scales import BeginForward, EndForward, Mode, Scales
 from .shard import Float8Shard
+from .weight_scales import WeightScales
 
 
 def enable_float8_all_gather(
@@ -87,7 +89,7 @@ def enable_float8_all_gather(
         raise ValueError(f"scales must be 'step', 'forward' or 'manual', got {scales!r}")
     if copies not in ("auto", "both"):
         raise ValueError(f"copies must be 'auto' or 'both', got {copies!r}")
-    manager = Scales(model, scales)
+    manager = Scales(scales)
     judged = judge(model, options)
     decisions = [verdict.decision for verdict in judged]
     found = [(verdict.candidate, verdict.formats) for verdict in judged if verdict.formats]
@@ -104,7 +106,7 @@ def enable_float8_all_gather(
     peers = _peers([candidate for candidate, _ in found], mesh)
     for candidate, formats in found:
         manager.weights.append(_convert(candidate, formats, wire, copies, manager, peers))
-    begin = BeginForward(manager)
+    begin = BeginForward(manager, [module for candidate, _ in found for _, module, _ in candidate.owners])
     begin.key = model.register_forward_pre_hook(begin, prepend=True).id
     model.register_forward_hook(EndForward(manager), always_call=True)
     log.info(
@@ -156,8 +158,9 @@ def _convert(
         names = param.device_mesh.mesh_dim_names or ()
         before = {n: p for n, p in zip(names, param.placements, strict=False) if not p.is_replicate()}
     owners = [(module, name) for _, module, name in candidate.owners]
-    copies = Copies(candidate.fqn, len(formats), wanted, manager.model, peers)
-    weight = WeightScales(candidate.fqn, formats, wire, copies, candidate.shape, before, owners, manager)
+    copies = Copies(candidate.fqn, len(formats), wanted, peers)
+    weak = [(ref(module), name) for module, name in owners]
+    weight = WeightScales(candidate.fqn, formats, wire, copies, candidate.shape, before, weak, manager)
     replacement = nn.Parameter(_wrapped(param.detach(), weight), requires_grad=param.requires_grad)
     replacement.__dict__.update(param.__dict__)
     for module, name in owners:
@@ -230,6 +233,8 @@ class _LoadWrapped:
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any
     ) -> None:
+        if not self.weight.owners:
+            return  # of a model out of a file, whose parameters are plain tensors
         self.weight.manager.loaded()
         key = prefix + self.name
         value = state_dict.get(key)

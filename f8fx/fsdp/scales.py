@@ -35,28 +35,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from f8fx.kernels import cast
 from f8fx.report import log
 from f8fx.streams import capturing
-from f8fx.torch_private import (
-    in_backward,
-    local_tensor,
-    move_pre_hook_first,
-    version_counter,
-)
+from f8fx.torch_private import in_backward, move_pre_hook_first
 
 from .amaxes import Place, Reduced, amaxes, largest, ranks
-from .copies import Copies, settle
-from .formats import Format, Layout, scale_shape
+from .copies import settle
+from .formats import Layout, scale_shape
 from .steps import watch_optimizers
+from .weight_scales import WeightScales
 
 if TYPE_CHECKING:
     from .shard import Float8Shard
@@ -64,113 +58,14 @@ if TYPE_CHECKING:
 Mode = Literal["step", "forward", "manual"]
 
 
-@dataclass(eq=False)
-class WeightScales:
-    """One weight that is gathered in float8.
-
-    Attributes:
-        fqn: its name.
-        formats: the float8 copies that are sent.
-        wire: ``"auto"``, ``"uint8"`` or ``"float8"``.
-        copies: which of them a gather carries.
-        outer_size: of the weight as FSDP2 sees it: whole, or the local part of a tensor-parallel one.
-        before: how a tensor-parallel weight was placed, by mesh dimension: what FSDP2 did not do.
-        owners: modules and attribute names that hold the parameter.
-        manager: what takes the amaxes.
-    """
-
-    fqn: str
-    formats: tuple[Format, ...]
-    wire: str
-    copies: Copies
-    outer_size: tuple[int, ...]
-    before: dict[str, Any]
-    owners: list[tuple[nn.Module, str]]
-    manager: Scales
-    mesh: DeviceMesh | None = None
-    reduced: Reduced | None = None
-    version: Any = None
-    _param: Any = field(default=None, repr=False)
-
-    @property
-    def dims(self) -> list[int | None]:
-        """The directions in which amaxes are needed."""
-        return list(dict.fromkeys(form.dim for form in self.formats))
-
-    def shard(self) -> Float8Shard | None:
-        """The local shard as it is now; ``None`` if the parameter was replaced by another."""
-        from .shard import Float8Shard
-
-        for module, name in self.owners:
-            param = getattr(module, name, None)
-            local = local_tensor(param) if isinstance(param, DTensor) else param
-            if isinstance(local, Float8Shard):
-                self._param = param
-                return local
-        # gathered at the moment: FSDP2 has put the gathered weight into the module
-        local = local_tensor(self._param) if isinstance(self._param, DTensor) else None
-        return local if isinstance(local, Float8Shard) else None
-
-    def version_now(self, shard: Float8Shard) -> Any:
-        """Differs from an earlier one if the weight may have changed since, as far as can be seen.
-
-        Of the parameter's shard, of which FSDP2 may have sent a copy, and of the parameter, whose counter a
-        compiled function advances where it writes to the shard.
-        """
-        own = self.shard()
-        outer = None if own is None else version_counter(self._param)
-        return outer, (shard if own is None else own).version()
-
-    def changed(self) -> bool:
-        """Whether the weight may have changed since its amaxes were taken, as far as can be seen."""
-        own = None if self.version is None else self.shard()
-        return own is not None and self.version != self.version_now(own)
-
-    def _sharded_dims(self) -> list[int]:
-        """Of the parameter's mesh, those that FSDP2 shards over."""
-        if not isinstance(self._param, DTensor):
-            return []
-        names = self._param.device_mesh.mesh_dim_names
-        return [
-            index
-            for index, placement in enumerate(self._param.placements)
-            if not placement.is_replicate() and (names is None or names[index] not in self.before)
-        ]
-
-    def is_sharded(self) -> bool:
-        """Whether FSDP2 splits the weight, as far as its placements tell."""
-        self.shard()
-        return bool(self._sharded_dims())
-
-    def shard_mesh(self) -> DeviceMesh | None:
-        """The mesh that FSDP2 shards over, where the placements tell; it is compared at the first gather."""
-        if self.mesh is not None or not isinstance(self._param, DTensor):
-            return self.mesh
-        mesh, sharded = self._param.device_mesh, self._sharded_dims()
-        names = mesh.mesh_dim_names
-        if len(sharded) != 1 or (names is None and mesh.ndim > 1):
-            return None
-        return mesh if mesh.ndim == 1 else mesh[names[sharded[0]]]  # type: ignore[index]
-
-    def scales(
-        self, shard: Float8Shard, mesh: DeviceMesh, source: torch.dtype
-    ) -> tuple[tuple[Tensor, ...], str | None]:
-        """One tensor of scales for each format, of the whole weight rounded to ``source``; and why not to use them."""
-        problem = self.manager.prepare(self, shard, mesh)
-        assert self.reduced is not None
-        return tuple(self.reduced.scales(self, form, source) for form in self.formats), problem
-
-
 class Scales:
     """Takes the amaxes of all converted weights of a model, see above.
 
     Args:
-        model: what holds the weights.
         mode: ``"step"``, ``"forward"``, or ``"manual"``: only when :meth:`refresh` is called.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode) -> None:
-        self.model = model
+    def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.weights: list[WeightScales] = []
         self.lost: set[WeightScales] = set()
@@ -181,6 +76,10 @@ class Scales:
         )
         if mode == "step":
             watch_optimizers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the weights of a copied model come by themselves, and those of one from a file are plain tensors
+        return self.__dict__ | Scales(self.mode).__dict__
 
     # -- events
 
@@ -273,7 +172,6 @@ class Scales:
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes the amaxes of all weights: one all-reduce for each mesh that weights are sharded over."""
-        self.outdated = False
         jobs = []
         for weight in self.weights:
             shard = weight.shard()
@@ -288,9 +186,10 @@ class Scales:
             by_group[ranks(job[2])].append(job)
         for group_jobs in by_group.values():
             self._reduce(group_jobs)
+        self.outdated = False
 
     def _warn_of_lost(self, weight: WeightScales) -> None:
-        if weight not in self.lost:
+        if weight not in self.lost and any(weight.holders()):
             self.lost.add(weight)
             log.warning(
                 "f8fx.fsdp: the parameter %r was replaced after enable_float8_all_gather (tensor parallelism "
@@ -325,10 +224,15 @@ class Scales:
 
 
 class BeginForward:
-    """The forward pre-hook; an object, so that a copied model gets hooks of its own."""
+    """The forward pre-hook; an object, so that a copied model gets hooks of its own.
 
-    def __init__(self, scales: Scales) -> None:
+    Args:
+        holders: the modules that hold the weights, which live as long as the hook (:mod:`f8fx.fsdp.weight_scales`).
+    """
+
+    def __init__(self, scales: Scales, holders: Sequence[nn.Module]) -> None:
         self.scales = scales
+        self.holders = holders
         self.key: int | None = None
 
     @torch.compiler.disable

@@ -33,7 +33,7 @@ from .weight import Float8Weight
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from .scales import WeightScales
+    from .weight_scales import WeightScales
 
 aten = torch.ops.aten
 
@@ -111,11 +111,12 @@ class Float8Shard(torch.Tensor):
         return Float8Shard(inner["plain"], meta.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Shard:
-        if any(id(module) in memo for module, _ in self.weight.owners):
+        if any(id(module) in memo for module, _ in self.weight.holders()):
             # a copied model has weights, and scales, of its own
-            made: Any = Float8Shard(
-                copy.deepcopy(self.plain.detach(), memo), copy.deepcopy(self.weight, memo)
-            )
+            weight = copy.deepcopy(self.weight, memo)
+            if id(self) in memo:
+                return memo[id(self)]  # tied to another layer, which was copied along
+            made: Any = Float8Shard(copy.deepcopy(self.plain.detach(), memo), weight)
         else:
             # of the parameter alone, in an optimizer say, it is the plain tensor, as a clone is
             made = copy.deepcopy(self.plain.detach(), memo)

@@ -13,10 +13,10 @@ from f8fx import ops
 from f8fx.torch_private import (
     disabled_torch_function,
     is_fake,
-    is_mutating,
     tree_leaves,
     tree_map,
     wrapper_tensor,
+    written,
 )
 
 from .copies import Copies
@@ -169,9 +169,10 @@ class Float8Weight(torch.Tensor):
                     weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
                 )
                 return func(like, *args[1:], **kwargs)
-        if is_mutating(func) and any(isinstance(a, Float8Weight) for a in tree_leaves(args[:1])):
+        targets = [a for a in tree_leaves(written(func, args, kwargs)) if isinstance(a, Float8Weight)]
+        if targets:
             raise RuntimeError(
-                f"f8fx.fsdp: {func} would change {_named(weight)}, which was gathered in float8; what is "
+                f"f8fx.fsdp: {func} would change {_named(targets[0])}, which was gathered in float8; what is "
                 "gathered is a copy. Change the sharded parameter, outside of forward and backward"
             )
 

@@ -78,6 +78,7 @@ from .fsdp import (
     reshard_group,
     reshards_after_forward,
     set_gather_outputs,
+    sharded_parameter,
 )
 from .inductor import (
     CustomGraphPass,
@@ -113,7 +114,6 @@ from .tensors import (
     is_composite,
     is_fake,
     is_higher_order,
-    is_mutating,
     is_of_torch,
     is_operator,
     saved_tensors_are_read,
@@ -189,7 +189,6 @@ __all__ = [
     "is_composite",
     "is_fake",
     "is_higher_order",
-    "is_mutating",
     "is_of_torch",
     "is_operator",
     "is_present",
@@ -220,6 +219,7 @@ __all__ = [
     "saved_tensors_are_read",
     "schema_of",
     "set_gather_outputs",
+    "sharded_parameter",
     "size_hint",
     "statically_true",
     "storage_key",

@@ -39,24 +39,30 @@ def _is_base_of_modules(mixin: type[Any]) -> bool:
     )
 
 
-def fsdp_parameter_of(model: Any, is_local: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
-    """FSDP2's parameter, below ``model``, that has such a local tensor, and its group; ``None`` twice if none has.
+def fsdp_parameter_of(is_local: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
+    """FSDP2's parameter that has such a local tensor, and its group; ``None`` twice if none has.
 
-    ``FSDPModule._get_fsdp_state()``, its ``_fsdp_param_groups`` (2.11: ``_fsdp_param_group``), their
-    ``fsdp_params`` and ``sharded_param``.
+    The states of all modules that there are, ``_composable_state._module_state_mapping``; their ``_fsdp_param_groups``
+    (2.11: ``_fsdp_param_group``), their ``fsdp_params`` and ``sharded_param``.
     """
+    from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
+    for module, reference in list(_module_state_mapping.items()):
+        state: Any = reference()
+        if not isinstance(module, FSDPModule) or state is None:
             continue
-        state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [state._fsdp_param_group] if groups is None else groups:
             for param in group.fsdp_params if group is not None else ():
                 if is_local(local_tensor(param.sharded_param)):
                     return group, param
     return None, None
+
+
+def sharded_parameter(parameter: Any) -> torch.Tensor | None:
+    """The ``nn.Parameter`` of a parameter of FSDP2's, ``FSDPParam.sharded_param``; ``None`` for ``None``."""
+    return None if parameter is None else parameter.sharded_param
 
 
 def keep_padded_shard(parameter: Any, memory_of: Callable[[Any], Any]) -> None:

@@ -135,11 +135,6 @@ def schema_of(target: Any) -> Any:
     return getattr(target, "_schema", None)
 
 
-def is_mutating(operator: Any) -> bool:
-    """Whether an operator writes to one of its arguments (``OpOverload._schema``)."""
-    return operator._schema.is_mutable
-
-
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to: by its schema, and of a collective, whose schema says nothing, the first.
 

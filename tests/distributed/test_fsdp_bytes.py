@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from unittest import mock
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
-from f8fx.fsdp.scales import WeightScales
+from f8fx.fsdp.weight_scales import WeightScales
 from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, batch, loss_of, train, whole, world_mesh
 from tests.distributed.sent import collectives
@@ -84,6 +86,17 @@ def no_weight_outlives_its_forward():
         assert kept_for_the_backward(model) == 0
         train(model, 1)
         assert kept_for_the_backward(model) == 0  # now of gathers that carry one copy
+
+
+def trained_models_are_freed():
+    """Also what is on the device alone: a second model in the same process finds the memory of the first."""
+    for recipe in ("tensorwise", "rowwise"):
+        model = Setup(recipe, world_mesh(), True).build()
+        train(model, 3)
+        left = [weakref.ref(part) for part in (model, model.blocks[0], model.blocks[1].gate)]
+        del model
+        gc.collect()
+        assert [reference() for reference in left] == [None, None, None]
 
 
 def one_reduction_whatever_is_wrapped():
@@ -430,6 +443,7 @@ def test_two_ranks():
         [
             gathers_take_half_the_bytes,
             no_weight_outlives_its_forward,
+            trained_models_are_freed,
             one_reduction_whatever_is_wrapped,
             root_holds_converted_weights,
             scales_are_never_stale,

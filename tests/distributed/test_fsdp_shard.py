@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import io
+import logging
+import weakref
 
 import pytest
 import torch
@@ -10,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from f8fx.fsdp import enable_float8_all_gather
+from f8fx.fsdp.formats import Format
 from f8fx.fsdp.shard import Float8Shard
+from f8fx.fsdp.weight import Float8Weight
 from f8fx.torch_private import fake_store
-from tests.helpers import Block
+from tests.helpers import Block, bf16
 
 
 @pytest.fixture
@@ -113,3 +119,75 @@ def test_a_pickled_model_has_parameters():
         loaded = torch.load(file)
         assert type(loaded) is nn.Parameter and loaded.requires_grad == trains
         assert isinstance(weight, Float8Shard) and torch.equal(loaded, weight.plain)
+
+
+def test_what_is_gathered_in_float8_is_freed():
+    """Python's garbage collector does not look into tensors: a shard must not hold what holds it."""
+    model = nn.Sequential(Block(), Block())
+    enable_float8_all_gather(model)
+    average = model[0].gate.weight.detach().clone()
+    layer, whole = weakref.ref(model[0].gate), weakref.ref(model)
+    del model[0]
+    gc.collect()
+    assert layer() is not None  # ranks would collect it at different times, and reduce different amaxes
+    del model
+    gc.collect()
+    assert whole() is layer() is None
+    assert isinstance(average, Float8Shard)
+
+
+def test_a_copied_layer_takes_nothing_else_along():
+    model = nn.Sequential(Block(), Block())
+    enable_float8_all_gather(model)
+    memo = {}
+    part = copy.deepcopy(model[0], memo)
+    assert not {id(module) for module in model[1].modules()} & memo.keys()
+    manager = part.gate.weight.weight.manager
+    assert manager is not model[0].gate.weight.weight.manager
+    assert [w.fqn for w in manager.weights] == ["0.gate.weight", "0.up.weight", "0.down.weight"]
+    assert [w.shard() for w in manager.weights] == [part.gate.weight, part.up.weight, part.down.weight]
+
+
+def test_copied_weights_stay_tied():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)})
+    model["c"].weight = model["a"].weight
+    enable_float8_all_gather(model)
+    twin = copy.deepcopy(model)
+    assert twin["a"].weight is twin["c"].weight is not twin["b"].weight
+    shared = twin["a"].weight.weight
+    assert [module for module, _ in shared.holders()] == [twin["a"], twin["c"]]
+    assert shared.manager.weights == [shared, twin["b"].weight.weight]
+
+
+def test_a_model_out_of_a_file_is_a_plain_one(caplog):
+    model = Block()
+    enable_float8_all_gather(model)
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with caplog.at_level(logging.WARNING, "f8fx"):
+        loaded(torch.randn(16, 64))
+        loaded.load_state_dict(model.state_dict(), assign=True)
+    assert not caplog.records
+    assert {type(p) for p in loaded.parameters()} == {nn.Parameter}
+    enable_float8_all_gather(loaded)
+    assert isinstance(loaded.gate.weight, Float8Shard)
+
+
+GATHERED_WRITES = {
+    "add_": lambda w: w.add_(1),
+    "copy_": lambda w: w.copy_(torch.ones(16, 16)),
+    "out": lambda w: torch.add(torch.ones(16, 16, dtype=bf16), 1, out=w),
+    "foreach": lambda w: torch._foreach_zero_([torch.ones(2), w]),
+    "broadcast": lambda w: dist.broadcast(w, 1),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED_WRITES)
+def test_what_was_gathered_is_not_written_to(name, two_ranks):
+    """It would be lost: the gathered weight is a copy."""
+    form = Format(torch.float8_e4m3fn, None, False)
+    data = torch.zeros(16, 16).to(form.dtype)
+    weight = Float8Weight((data,), (torch.ones(()),), (form,), bf16, "gate.weight")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"would change 'gate\.weight'"):
+        GATHERED_WRITES[name](weight)
