@@ -6,6 +6,8 @@ the matmuls read ``f8fx.concat`` of the parts instead, as those that `merge` has
 the parts write into one buffer, and the amax rides where each part is made. The same holds for a layer that reads
 ``cat([a, b], -1)``, or whose weight is ``cat([w_1, w_2])``. Elements, and so bits, are those there were.
 
+Of merged layers one may have such a gradient (parallel attention and MLP): the others' stand beside its parts.
+
 Where there is a bias, its gradient reads the tensor too: the sums of the columns, which are taken part by part.
 
 It stays as it is where anything else reads the tensor, which is in memory then anyway, where parts are not of a size
@@ -29,7 +31,6 @@ from f8fx.torch_private import overwritten_inputs
 
 from .choice import ALIGNMENT, Convert
 from .columns import is_over_rows
-from .gemm import Operand
 from .in_memory import is_in_memory, part_in_memory
 from .operand import (
     PERMUTES,
@@ -55,6 +56,7 @@ class Concatenations:
     def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> list[Convert]:
         """The conversions, with the operands they read now."""
         reading: dict[tuple[fx.Node, int], list[Convert]] = {}
+        merged: dict[fx.Node, list[Convert]] = {}
         others: set[fx.Node] = set()
         overwritten = overwritten_inputs(graph)
         for conversion in conversions:
@@ -62,33 +64,74 @@ class Concatenations:
                 base = flat_base(operand.node)
                 is_one_matrix = not conversion.gemm.experts or operand.kind != "weight"
                 can_part = base.target is aten.cat.default and is_one_matrix
-                side = _side(base, operand, overwritten) if can_part else None
-                if side is None:
-                    others.add(base)
-                else:
+                side = _side(base, operand.node, overwritten) if can_part else None
+                if side is not None:
                     reading.setdefault((base, side), []).append(conversion)
+                    continue
+                others.add(base)
+                if base.target is ops.concat and is_one_matrix:
+                    merged.setdefault(base, []).append(conversion)
+        for concat, matmuls in merged.items():
+            _flatten(graph, concat, matmuls, others, overwritten)
         whole: dict[fx.Node, fx.Node] = {}
         for (cat, side), matmuls in reading.items():
-            nodes = {conversion.gemm.node for conversion in matmuls}
-            rest = readers(cat, SAME_ORDER | PERMUTES) - nodes
-            sums = {node for node in rest if side == 1 and _is_column_sums(node, cat)}
-            in_memory = _columns_in_memory(cat, side) and not sums and not _is_scaled_both_ways(cat, matmuls)
-            if cat in others or rest - sums or in_memory:
+            sums = _sums_if_parted(cat, side, {c.gemm.node for c in matmuls}, matmuls)
+            if cat in others or sums is None:
                 continue
-            whole[cat] = _concat(graph, cat, matmuls[0], side)
+            whole[cat] = _concat(graph, cat, cat, matmuls[0], side)
             for node in sums:
                 _sum(graph, node, whole[cat])
         return [_reading(conversion, whole) for conversion in conversions] if whole else list(conversions)
 
 
-def _side(cat: fx.Node, operand: Operand, overwritten: Collection[fx.Node]) -> int | None:
-    """The dimension in which the parts of a ``cat`` stand side by side in an operand, if casts can write them so."""
-    tensors: Any = cat.args[0]
+def _sums_if_parted(
+    cat: fx.Node, side: int, reading: Collection[fx.Node], matmuls: Sequence[Convert]
+) -> list[fx.Node] | None:
+    """If the parts of a ``cat`` are to be read instead: the sums of its columns, which read it beside ``reading``."""
+    rest = readers(cat, SAME_ORDER | PERMUTES) - set(reading)
+    sums = [node for node in rest if side == 1 and _is_column_sums(node, cat)]
+    in_memory = _columns_in_memory(cat, side) and not sums and not _is_scaled_both_ways(cat, matmuls)
+    return None if in_memory or len(sums) < len(rest) else sums
+
+
+def _flatten(
+    graph: fx.Graph,
+    concat: fx.Node,
+    matmuls: Sequence[Convert],
+    others: Collection[fx.Node],
+    overwritten: Collection[fx.Node],
+) -> None:
+    """Lets merged matmuls read the parts of those of their parts that are put together themselves."""
+    dim = cast("int", concat.args[1])
+    parts: list[fx.Node] = []
+    for part in _tensors(concat):
+        cat = flat_base(part)
+        can_part = cat.target is aten.cat.default and cat not in others
+        side = _side(cat, part, overwritten) if can_part else None
+        is_along = side is not None and side == dim
+        sums = _sums_if_parted(cat, dim, {concat}, matmuls) if is_along else None
+        if sums is None:
+            parts.append(part)
+            continue
+        for node in sums:
+            _sum(graph, node, _concat(graph, cat, node, matmuls[0], dim))
+        insert = _inserter(graph, concat, matmuls[0])
+        parts += [_matrix(insert, each) for each in _tensors(cat)]
+    concat.args = (parts, dim)
+
+
+def _tensors(cat: fx.Node) -> list[fx.Node]:
+    return cast("list[fx.Node]", cat.args[0])
+
+
+def _side(cat: fx.Node, matrix: fx.Node, overwritten: Collection[fx.Node]) -> int | None:
+    """The dimension in which the parts of a ``cat`` stand side by side in a matrix, if casts can write them so."""
+    tensors = _tensors(cat)
     rank = len(shape_of(cat))
     dim: Any = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     if rank < 2 or not 1 < len(tensors) <= _MOST_PARTS:
         return None
-    if not is_same(shape_of(operand.node)[-1], shape_of(cat)[-1]):
+    if not is_same(shape_of(matrix)[-1], shape_of(cat)[-1]):
         return None
     side = 1 if dim % rank == rank - 1 else 0
     if side == 0 and (rank > 2 or dim % rank):
@@ -107,9 +150,8 @@ def _side(cat: fx.Node, operand: Operand, overwritten: Collection[fx.Node]) -> i
 
 def _columns_in_memory(cat: fx.Node, side: int) -> bool:
     """Whether parts that stand side by side all are in memory."""
-    tensors: Any = cat.args[0]
     return side == 1 and all(
-        is_in_memory(part) or part_in_memory(base_of(part)) is not None for part in tensors
+        is_in_memory(part) or part_in_memory(base_of(part)) is not None for part in _tensors(cat)
     )
 
 
@@ -119,7 +161,7 @@ def _is_scaled_both_ways(cat: fx.Node, matmuls: Sequence[Convert]) -> bool:
         return False
     operands = [operand for c in matmuls for operand in (c.gemm.left, c.gemm.right)]
     kinds = {operand.kind for operand in operands if flat_base(operand.node) is cat}
-    widths = {shape_of(part)[-1] for part in cast("list[fx.Node]", cat.args[0])}
+    widths = {shape_of(part)[-1] for part in _tensors(cat)}
     return kinds == {"grad_output"} or (kinds == {"input"} and len(widths) == 1)
 
 
@@ -143,12 +185,15 @@ def _sum(graph: fx.Graph, node: fx.Node, whole: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _concat(graph: fx.Graph, cat: fx.Node, conversion: Convert, side: int) -> fx.Node:
-    """The parts as matrices, side by side: what `cat` holds, in two dimensions."""
+def _inserter(graph: fx.Graph, before: fx.Node, conversion: Convert) -> Inserter:
     gemm = conversion.gemm
-    insert = Inserter(graph, cat, Provenance(gemm.node.name, gemm.fqn, gemm.role, "concatenations"))
-    tensors: Any = cat.args[0]
-    return insert(ops.concat, [_matrix(insert, part) for part in tensors], side)
+    return Inserter(graph, before, Provenance(gemm.node.name, gemm.fqn, gemm.role, "concatenations"))
+
+
+def _concat(graph: fx.Graph, cat: fx.Node, before: fx.Node, conversion: Convert, side: int) -> fx.Node:
+    """The parts as matrices, side by side: what `cat` holds, in two dimensions."""
+    insert = _inserter(graph, before, conversion)
+    return insert(ops.concat, [_matrix(insert, part) for part in _tensors(cat)], side)
 
 
 def _matrix(insert: Inserter, part: fx.Node) -> fx.Node:

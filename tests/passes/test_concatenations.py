@@ -12,6 +12,7 @@ from torch import nn
 
 import f8fx
 from f8fx import ops
+from f8fx.passes import concatenations
 from tests.helpers import compiled, graph_after, joint_graphs, randn
 
 
@@ -80,6 +81,49 @@ view_8: bf16[2,16,32] = view(scaled_mm_5, [2, 16, 32])""",
             "\n".join(lines(f, randn(32, 64), randn(48, 64), randn(16, 64))),
             """concat: bf16[64,64] = f8fx.concat([primals_1, primals_2], 0)""",
         )
+
+    def test_a_fused_layer_that_is_merged_with_another(self):
+        """Projections of attention beside those of an MLP, of one input: their gradients stand side by side, all five."""
+        self.assertExpectedInline(
+            "\n".join(lines(parallel, *parallel_args(), target="h100")),
+            """\
+concat: bf16[224,64] = f8fx.concat([primals_2, primals_3], 0)
+cat: bf16[2,16,112] = cat([view_4, mul_1], -1)
+concat_1: bf16[32,224] = f8fx.concat([view_7, view_8, view_9, view_10, view_11], 1)""",
+        )
+
+
+def parallel(x, qkv, gate_up, bias=None):
+    q, k, v = F.linear(x, qkv, bias).split([64, 32, 32], -1)
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    attention = q.sin().unflatten(-1, (2, 32)) * k.cos().unsqueeze(-2) + v.tanh().unsqueeze(-2)
+    return torch.cat([attention.flatten(-2), F.silu(gate) * up], -1)
+
+
+def parallel_args():
+    return randn(2, 16, 64), randn(128, 64, seed=1), randn(2 * 48, 64, seed=2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_bits_of_a_fused_layer_that_is_merged_with_another(recipe, biased, monkeypatch):
+    """Sums for the gradient of a bias included, which are taken part by part."""
+    results = []
+    for flatten in (concatenations._flatten, lambda *_: None):
+        monkeypatch.setattr(concatenations, "_flatten", flatten)
+        inputs = (*parallel_args(), randn(128, seed=3))[: 3 + biased]
+        result = compiled(parallel, recipe=recipe, target="h100")(*inputs)
+        result.sin().sum().backward()
+        results.append([result, *(x.grad for x in inputs)])
+    for ours, reference in zip(*results, strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_a_fused_gradient_that_is_read_as_a_whole_stays_one_part():
+    """The gradients of the weights are in high precision there."""
+    found = lines(parallel, *parallel_args(), target="h100", recipe="rowwise_with_gw_hp")
+    assert [line.count("view") for line in found if " f8fx.concat" in line] == [0, 2]
+    assert sum(" cat(" in line for line in found) == 3
 
 
 @pytest.mark.parametrize(
