@@ -256,7 +256,7 @@ def _wire(e: Explanation) -> str:
     c = e.communication
     if c is None:
         return ""
-    longest = max(1, *(size for row in c.rows for size in row[3:]))
+    longest = max((1, *(size for row in c.rows for size in row[3:])))
 
     def cells(high: int, float8: int) -> str:
         bars = "".join(

@@ -4,11 +4,15 @@
 ``torch._inductor.compile_fx.compile_fx``. While installed, that name leads to f8fx, which rewrites
 the graph and calls the original; uninstalling puts the original back. Graphs compiled before stay as
 they are (``torch.compiler.reset()`` drops them). AOTInductor ends in the same function, with an inner compiler of its own.
+
+Dynamo keeps graphs for code, which all models of a class share, and takes one for another's where the objects that
+``torch.compile`` makes of its arguments are equal. So those that it makes while something is installed are equal among
+themselves alone: a model that goes through ``torch.compile`` before, in or after a block gets graphs of that time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +20,12 @@ from typing import Any
 from .backend import compile_graph
 from .graph_pass import GraphPass
 from .options import Options
-from .torch_private import compile_fx_module, compiles_ahead_of_time, joint_custom_pre_pass
+from .torch_private import (
+    compile_fx_module,
+    compiles_ahead_of_time,
+    joint_custom_pre_pass,
+    mark_stock_wrappers,
+)
 
 
 @dataclass(eq=False)
@@ -34,6 +43,7 @@ class _Installed:
 
 #: Those in force; of several the last one holds.
 _INSTALLED: list[_Installed] = []
+_UNMARK: list[Callable[[], None]] = []
 
 
 def install(**options: Any) -> None:
@@ -61,7 +71,8 @@ def uninstall() -> None:
 def installed(**options: Any) -> Iterator[None]:
     """:func:`install` for the graphs compiled inside a block; blocks nest, the inner options hold.
 
-    Dynamo compiles at the first call, not at ``torch.compile``: run the model once inside the block.
+    Dynamo compiles at the first call, not at ``torch.compile``: call both inside the block. A model that went through
+    ``torch.compile`` before keeps the graphs that it, or another of its class, has.
     """
     this = _push(options)
     try:
@@ -91,6 +102,8 @@ def _push(options: dict[str, Any]) -> _Installed:
     compile_fx.installation = this  # type: ignore[attr-defined]
     module.compile_fx = compile_fx
     _INSTALLED.append(this)
+    if not _UNMARK:
+        _UNMARK.append(mark_stock_wrappers(lambda: _INSTALLED[-1] if _INSTALLED else None))
     return this
 
 
@@ -99,6 +112,8 @@ def _remove(this: _Installed) -> None:
         return
     this.ended = True
     _INSTALLED.remove(this)
+    while _UNMARK and not _INSTALLED:
+        _UNMARK.pop()()
     module = compile_fx_module()
     # others may lie over it, of another thread's block, say: they pass it over
     while (last := getattr(module.compile_fx, "installation", None)) is not None and last.ended:

@@ -6,7 +6,7 @@ Every key and value is validated here and nowhere else; the rest of f8fx sees an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
@@ -193,7 +193,8 @@ def _bool(key: str) -> Callable[[Any], bool]:
 
 def _names(key: str) -> Callable[[Any], tuple[str, ...]]:
     def parse(value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        # an iterator would be empty for the second graph
+        if isinstance(value, (str, Iterator)) or not isinstance(value, Iterable):
             raise OptionError(f"{key} must be a list of substrings of module names, got {value!r}")
         parts = tuple(value)
         for part in parts:

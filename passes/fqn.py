@@ -14,10 +14,13 @@ from torch import fx
 
 #: A local or global variable, one of a function's ``*args``, or what a function in one closes over.
 _ROOT = re.compile(r"^(?:L\['args'\]\[\d+\]|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
+_OF_FUNCTION = r"\.__closure__\[\d+\]\.cell_contents|\.__wrapped__|\._torchdynamo_inline|\.__self__"
+_OF_PARTIAL = r"\.func|\.args\[0\]"
 #: The module whose ``forward`` is replaced by a function that calls it, or a copy of it under another name: TorchTitan's
-#: ``parallelize`` and accelerate's hooks.
+#: ``parallelize`` and accelerate's hooks. What a ``partial`` has (``func``, ``args``) a module may have as well, but for
+#: one of the name of the method.
 _REPLACED = re.compile(
-    r"\.\w*forward\w*(?:\.__closure__\[\d+\]\.cell_contents|\.__wrapped__|\._torchdynamo_inline|\.func|\.args\[0\]|\.__self__)+(?=[.\[]|$)"
+    rf"\.(?:\w*forward\w*(?:{_OF_FUNCTION})|forward(?:{_OF_PARTIAL}))(?:{_OF_FUNCTION}|{_OF_PARTIAL})*(?=[.\[]|$)"
 )
 #: The object that a bound method belongs to.
 _BOUND = re.compile(r"^.*\.__self__(?=[.\[]|$)")

@@ -425,6 +425,30 @@ def test_installed_is_a_block_and_nests():
     assert compile_fx_module().compile_fx is original
 
 
+def test_models_of_one_class_before_in_and_after_blocks():
+    """Dynamo keeps graphs for code: that of another time is not taken for theirs."""
+    torch._dynamo.reset()
+    wrapper = torch._TorchCompileInductorWrapper.__init__
+
+    def recipes() -> list[str]:
+        with recording() as reports, torch.no_grad():
+            torch.compile(Net(), backend="inductor")(randn(16, 32))
+        return [report.recipe for report in reports]
+
+    options = {"select": "all", "executor": "eager"}
+    assert recipes() == []
+    with f8fx.installed(**options):
+        assert recipes() == ["tensorwise"]
+        with f8fx.installed(**options, recipe="rowwise"):
+            assert recipes() == ["rowwise"]
+        assert recipes() == []  # that of the outer block, compiled above
+    with f8fx.installed(**options, recipe="rowwise"):
+        assert recipes() == ["rowwise"]
+    model, x = Net(), randn(16, 32)
+    assert torch.equal(torch.compile(model, backend="inductor")(x), model(x))
+    assert torch._TorchCompileInductorWrapper.__init__ is wrapper
+
+
 def test_install_checks_its_options():
     with pytest.raises(f8fx.OptionError, match="did you mean"):
         f8fx.install(recpie="rowwise")

@@ -177,7 +177,22 @@ def test_demo_refuses_a_folder_that_cannot_be_made(capsys: Capture, tmp_path: Pa
     wrong = _fails_with_usage(
         capsys, "demo", "--device", "cpu", "--executor", "eager", "--out", str(tmp_path / "file")
     )
-    assert "--out: cannot make the folder" in wrong
+    assert "--out: cannot write to the folder" in wrong
+
+
+@pytest.mark.skipif(not Path("/sys").is_dir(), reason="a folder in which nobody can make a file")
+def test_demo_refuses_a_folder_that_cannot_be_written_to(capsys: Capture):
+    """Before it trains: the results would be lost."""
+    wrong = _fails_with_usage(capsys, "demo", "--device", "cpu", "--executor", "eager", "--out", "/sys")
+    assert "--out: cannot write to the folder '/sys'" in wrong
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--seed", "9" * 30), ("--seed", "-1"), ("--steps", "²"), ("--steps", "0")]
+)
+def test_demo_refuses_numbers_that_are_none(capsys: Capture, option: str, value: str):
+    wrong = _fails_with_usage(capsys, "demo", option, value)
+    assert f"argument {option}: must be a whole number" in wrong
 
 
 def test_explain_takes_a_list_of_inputs(capsys: Capture, user_module: str):

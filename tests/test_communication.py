@@ -256,6 +256,13 @@ def test_without_a_world_there_is_no_wire():
     assert "wire" not in e.to_html()
 
 
+def test_a_page_of_a_world_in_which_nothing_is_sent():
+    model, args = tiny()
+    e = f8fx.explain(model, *args, world=1)
+    assert e.communication is not None and not e.communication.rows
+    assert 'id="wire"' in e.to_html()
+
+
 def test_a_world_needs_a_module():
     with pytest.raises(TypeError, match="model must be a module"):
         f8fx.explain(lambda x: x, torch.ones(2), world=2)

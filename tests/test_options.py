@@ -32,6 +32,8 @@ def test_defaults():
         ({"target": "h10"}, "target: .*h100"),
         ({"target": 7}, "target"),
         ({"filter_fqns": "output"}, "filter_fqns must be a list of substrings"),
+        ({"filter_fqns": map(str, ["head"])}, "filter_fqns must be a list of substrings"),
+        ({"only_fqns": (name for name in ["head"])}, "only_fqns must be a list of substrings"),
         ({"only_fqns": [""]}, "only_fqns must hold non-empty strings"),
         ({"filter_fn": "x"}, "filter_fn must be a function"),
         ({"strict": 1}, "strict must be True or False"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from f8fx.demo.model import PRESETS as MODELS
@@ -29,7 +30,7 @@ def add(commands: Any) -> None:
     demo.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     demo.add_argument("--model", choices=tuple(MODELS), help="size of the model (default: by device)")
     demo.add_argument("--batch", type=_positive, help="sequences in a batch (default: by model)")
-    demo.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    demo.add_argument("--seed", type=_seed, default=0, help="of weights and batches (default: 0)")
     demo.add_argument(
         "--executor",
         choices=("inductor", "eager"),
@@ -72,8 +73,12 @@ def run(args: argparse.Namespace) -> int:
     if not distributed.launched():
         try:
             args.out.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=args.out):
+                pass
         except OSError as error:
-            raise UsageError(f"--out: cannot make the folder {str(args.out)!r}: {error.strerror}") from None
+            raise UsageError(
+                f"--out: cannot write to the folder {str(args.out)!r}: {error.strerror}"
+            ) from None
     if args.nproc is not None and not distributed.launched():
         return distributed.launch(args.argv, args.nproc)
     try:
@@ -84,6 +89,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2**63 - 1, got {text!r}")
     return int(text)

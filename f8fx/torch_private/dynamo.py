@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -165,3 +165,40 @@ def flex_attention_with_gradients() -> AbstractContextManager[None]:
     from torch.nn.attention import flex_attention
 
     return patched_attribute(flex_attention, "_validate_device", lambda query, key, value: None)
+
+
+class _Marked(torch._TorchCompileInductorWrapper):
+    """What ``torch.compile`` makes for the stock backend, equal only to what has its mark."""
+
+    mark: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Marked) and self.mark is other.mark and super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def mark_stock_wrappers(mark: Callable[[], Any]) -> Callable[[], None]:
+    """From now on ``torch.compile`` marks what it makes for the stock backend; the way back.
+
+    ``torch._TorchCompileInductorWrapper``: where two are equal, Dynamo takes graphs of one for the other's.
+
+    Args:
+        mark: what to mark one with that is made now, ``None``: with nothing.
+    """
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    original = wrapper.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        found = mark()
+        if found is not None and type(self) is wrapper:
+            self.__class__ = _Marked
+            self.mark = found
+
+    def undo() -> None:
+        if wrapper.__init__ is __init__:  # else others lie over it, and it marks nothing any more
+            wrapper.__init__ = original
+
+    wrapper.__init__ = __init__
+    return undo
