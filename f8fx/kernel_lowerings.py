@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -80,11 +82,49 @@ def _row_cast_columns(
 
 def amax_both(table: Lowering, x: Any, others: Sequence[Any], summed: Sequence[Any]) -> list[Any]:
     """Amaxes of rows and of columns, of the columns of other tensors, and sums of columns."""
-    launched = _computed_amaxes(table, x, others, summed)
+    whole = table.parts(x)
+    parts = [x] if whole is None else list(whole.values)
+    launched = (
+        None if whole is not None and whole.dim != 1 else _computed_amaxes(table, parts, others, summed)
+    )
     if launched is not None:
-        return launched
+        return launched.values()
+    if len(parts) > 1:
+        return _by_width(table, parts, others, summed)
     amaxes = [table(ops.amax, x, 1), *(table(ops.amax, value, 0) for value in (x, *others))]
     return [*amaxes, *(column_sums(table, value) for value in summed)]
+
+
+def _by_width(
+    table: Lowering, parts: Sequence[Any], others: Sequence[Any], summed: Sequence[Any]
+) -> list[Any]:
+    """A launch for all parts of one width that there are expressions for."""
+    rows: list[Any] = []
+    columns: dict[int, Any] = {}
+    aside: dict[int, Any] = {}
+    sums: dict[int, Any] = {}
+    widths = dict.fromkeys(tuple(part.get_size()) for part in parts)
+    for shape in widths:
+        own, along, added = (
+            [value for value in values if tuple(value.get_size()) == shape and expressions([value])]
+            for values in (parts, others, summed)
+        )
+        found = _computed_amaxes(table, own, along, added) if own else None
+        if found is None:
+            continue
+        rows.append(found.rows)
+        columns |= {id(part): amax for part, amax in zip(own, found.columns(table), strict=True)}
+        aside |= {id(value): amax for value, amax in zip(along, found.others, strict=True)}
+        sums |= {id(value): total for value, total in zip(added, found.sums, strict=True)}
+    rows += [table.realized(table(ops.amax, part, 1)) for part in parts if id(part) not in columns]
+    largest = reduce(lambda a, b: table(aten.maximum, a, b), rows)
+    of_parts = [columns[id(part)] if id(part) in columns else table(ops.amax, part, 0) for part in parts]
+    return [
+        tiled(largest),
+        table.concatenation(of_parts, 0),
+        *(aside[id(value)] if id(value) in aside else table(ops.amax, value, 0) for value in others),
+        *(sums[id(value)] if id(value) in sums else column_sums(table, value) for value in summed),
+    ]
 
 
 def column_sums(table: Lowering, x: Any) -> Any:
@@ -95,17 +135,43 @@ def column_sums(table: Lowering, x: Any) -> Any:
     return table.concatenation([column_sums(table, part) for part in whole.values], 0)
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """What one launch for parts that stand side by side, and others, gave.
+
+    Attributes:
+        rows: the amaxes of the parts' rows.
+        side_by_side: those of the columns, of one part after the other.
+        widths: of the parts.
+        others: the amaxes of the others' columns.
+        sums: of columns.
+    """
+
+    rows: Any
+    side_by_side: Any
+    widths: tuple[int, ...]
+    others: tuple[Any, ...]
+    sums: tuple[Any, ...]
+
+    def values(self) -> list[Any]:
+        """As :func:`amax_both` gives them."""
+        return [self.rows, self.side_by_side, *self.others, *self.sums]
+
+    def columns(self, table: Lowering) -> list[Any]:
+        """The amaxes of each part's columns."""
+        ends = [0, *itertools.accumulate(self.widths)]
+        return [table.part(self.side_by_side, start, end) for start, end in itertools.pairwise(ends)]
+
+
 def _computed_amaxes(
-    table: Lowering, x: Any, others: Sequence[Any], summed: Sequence[Any]
-) -> list[Any] | None:
+    table: Lowering, parts: Sequence[Any], others: Sequence[Any], summed: Sequence[Any]
+) -> _Launched | None:
     """One launch of a kernel that :mod:`kernels.computed_amaxes` writes; ``None`` where it is not for."""
-    kernel = computed_amaxes
-    whole = table.parts(x)
-    parts = [x] if whole is None else list(whole.values)
+    kernel, x = computed_amaxes, parts[0]
     values = [*parts, *others]
     shapes = {tuple(value.get_size()) for value in [*values, *summed]}
     (shape,) = shapes if len(shapes) == 1 else (None,)
-    if shape is None or not _is_allowed(x) or (whole is not None and whole.dim != 1):
+    if shape is None or not _is_allowed(x):
         return None
     (rows, columns), known = shape, table.numbers(shape[1:])
     if known is None or not table.is_positive(rows):
@@ -146,7 +212,8 @@ def _computed_amaxes(
         place = distinct.index(name)
         total = table(aten.sum.dim_IntList, table(aten.select, arguments["sums"], 0, place), [0])
         totals.append(table.to_dtype(total, value.get_dtype()))
-    return [tiled(amaxes[0]), *amaxes[1:], *totals]
+    widths = (columns,) * len(parts)
+    return _Launched(tiled(amaxes[0]), amaxes[1], widths, tuple(amaxes[2:]), tuple(totals))
 
 
 def _is_allowed(x: Any) -> bool:

@@ -10,7 +10,8 @@ tensors it can reduce rows and sum columns in one kernel; with amaxes of columns
 much as ours, 2.11 and 2.13 do not.)
 
 The same goes for a gradient whose parts stand side by side, and are in memory each (of q, k and v, as attention gave them): for
-a row of all of them Inductor would read them twice.
+a row of all of them Inductor would read them twice. Parts of several widths (of merged layers) are a kernel for each; what
+there is none for, beside a part that is computed, has its amaxes taken by Inductor's.
 
 Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row) that is no read less, and
 what moves elements about on its way (RoPE) the kernel has no words for: these stay as they are.
@@ -69,21 +70,18 @@ class AmaxBoth:
         if rows is None or columns is None:
             return None
         parts = side_by_side(source)
-        shape = shape_of(parts[0])
-        if not statically_true(shape[0] > 0) or type(shape[1]) is not int or not shape[1]:
+        if not all(_has_rows_of_known_length(part) for part in parts):
             return None
-        if not all(_same_shape(part, shape) for part in parts):
+        inputs = [None if len(parts) == 1 and is_in_memory(part) else inputs_of(part) for part in parts]
+        known = [(part, own) for part, own in zip(parts, inputs, strict=True) if own is not None]
+        of_one_width = len({shape_of(part)[1] for part in parts}) == 1
+        # else it is a kernel for each width, and others for what none has words for
+        if not (of_one_width and len(known) == len(parts)) and all(is_in_memory(part) for part, _ in known):
             return None
-        inputs: set[Hashable] = set()
-        for part in parts:
-            own = None if len(parts) == 1 and is_in_memory(part) else inputs_of(part)
-            if own is None:
-                return None
-            inputs |= own
         sums = _sums(source, parts, min(rows, columns))
         if sums is None:
             return None
-        return _Match(source, shape, rows, columns, inputs, sums)
+        return _Match(source, known, rows, columns, sums)
 
 
 @dataclass
@@ -91,23 +89,30 @@ class _Match:
     """A computed tensor.
 
     Attributes:
-        shape: of each of the parts that stand side by side in it; rows may be a symbol.
+        parts: those that stand side by side in it and for which there is a kernel, and what each is computed from.
         rows, columns: its amaxes.
-        inputs: what it is computed from.
         sums: of its parts' columns, each with the part, or with all of them.
         others: amaxes of the columns of other tensors of that shape that are computed from nothing else.
     """
 
     source: fx.Node
-    shape: tuple[int | torch.SymInt, ...]
+    parts: list[tuple[fx.Node, set[Hashable]]]
     rows: fx.Node
     columns: fx.Node
-    inputs: set[Hashable]
     sums: dict[fx.Node, list[fx.Node]]
     others: list[fx.Node] = field(default_factory=list)
 
+    def inputs(self, shape: Sequence[int | torch.SymInt] | None = None) -> set[Hashable]:
+        """What the parts, or those of one shape, are computed from."""
+        return set().union(*(own for part, own in self.parts if shape is None or _has_shape(part, shape)))
 
-def _same_shape(node: fx.Node, shape: Sequence[int | torch.SymInt]) -> bool:
+
+def _has_rows_of_known_length(node: fx.Node) -> bool:
+    rows, columns = shape_of(node)
+    return statically_true(rows > 0) and type(columns) is int and columns > 0
+
+
+def _has_shape(node: fx.Node, shape: Sequence[int | torch.SymInt]) -> bool:
     own = shape_of(node)
     return len(own) == len(shape) and all(map(is_same, own, shape))
 
@@ -168,8 +173,8 @@ def _others(
     """Amaxes of columns that can be taken along: nothing but the backward reads them."""
     place = min(match.rows, match.columns)
     taken = []
-    for candidate in [found for key in match.inputs for found in candidates.get(key, ())]:
-        if not _same_shape(candidate.source, match.shape) or not candidate.inputs <= match.inputs:
+    for candidate in [found for key in match.inputs() for found in candidates.get(key, ())]:
+        if not candidate.inputs <= match.inputs(shape_of(candidate.source)):
             continue
         # what stands before the kernel and reads this amax moves behind it
         needed = match.source in _readers(candidate.amax, place)

@@ -40,7 +40,7 @@ def is_in_memory(node: fx.Node) -> bool:
 
 
 def part_in_memory(node: fx.Node) -> Hashable | None:
-    """What tells a part of a tensor in memory from others, where a node is such: a slice, or one of a split."""
+    """What tells a part of a tensor in memory from others, where a node is such: a slice, or one of a split, or of a part."""
     which: tuple[Any, ...] = (node.target,)
     if node.target is operator.getitem:
         which = node.args[1:]
@@ -49,5 +49,6 @@ def part_in_memory(node: fx.Node) -> Hashable | None:
             return None
     elif node.target is not aten.slice.Tensor:
         return None
-    source = cast("fx.Node", node.args[0])
-    return (base_of(source), str((which, node.args[1:], node.kwargs))) if is_in_memory(source) else None
+    base = base_of(cast("fx.Node", node.args[0]))
+    whole = base if is_in_memory(base) else part_in_memory(base)
+    return None if whole is None else (whole, str((which, node.args[1:], node.kwargs)))

@@ -98,6 +98,21 @@ class Heads(nn.Module):
         return q * (k + v).repeat_interleave(2, -2)
 
 
+class Parallel(nn.Module):
+    """Projections for attention and MLP, each in one layer, that are merged: parts of three widths, two of them moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate_up = nn.Linear(64, 128), nn.Linear(64, 192, bias=False)
+        self.o, self.down = nn.Linear(64, 64), nn.Linear(96, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([64, 32, 32], -1)
+        q, k = (torch.cat([-t[..., 16:], t[..., :16]], -1) for t in (q, k))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.o(q.sin() * torch.cat([k, torch.tanh(v)], -1)) + self.down(F.silu(gate) * up)
+
+
 def decoder_block() -> nn.Module:
     """RoPE, heads that share keys and values, attention that is one operator of the library."""
     return DecoderBlock(DecoderConfig(dim=64, heads=4, kv_heads=2, ffn_dim=96))
@@ -119,6 +134,7 @@ MORE = {
         "parts in memory": (Fused, (2, 24, 64), {}, True),
         "one gradient of two layers": (OneGradient, (48, 64), {}, False),
         "norms of heads": (Heads, (2, 24, 64), {}, True),
+        "merged layers of parts": (Parallel, (48, 64), {}, False),
         "as users run it": AS_USERS_RUN_IT,
         "biases, as users run them": (Gelu, (2, 24, 64), {}, False),
     },

@@ -232,13 +232,32 @@ def test_parts_in_memory_side_by_side(biased):
     same_with_and_without(fused, *inputs)
 
 
-def test_parts_of_other_widths_stay():
-    def f(x, weight, first, second):
+def of_two_widths(x, weight, first, second, function=torch.tanh):
+    a, b = F.linear(x, weight).split([64, 32], -1)
+    return F.linear(function(a), first), F.linear(b, second)
+
+
+def test_parts_of_other_widths():
+    """One of them computed, the other in memory; where all are, they are read where they lie."""
+    inputs = randn(16, 32), randn(96, 32, seed=1), randn(64, 64, seed=2), randn(80, 32, seed=3)
+    (found,) = [line for line in lines(of_two_widths, *inputs, scales="in_gemm") if "amax_both" in line]
+    assert found.endswith("amax_both(concat, [tanh], [])")
+    same_with_and_without(of_two_widths, *inputs)
+    assert taken(lambda *args: of_two_widths(*args, function=lambda a: a), *inputs, scales="in_gemm") == 0
+
+
+def test_a_part_whose_elements_change_places_beside_one_that_is_computed():
+    """The kernel has no words for the first, and is for the second."""
+
+    def f(x, weight, first, second, rotate=True, gate=torch.tanh):
         a, b = F.linear(x, weight).split([64, 32], -1)
-        return F.linear(a, first), F.linear(b, second)
+        a = torch.cat([-a[:, 32:], a[:, :32]], 1) if rotate else a
+        return F.linear(a, first), F.linear(gate(b), second)
 
     inputs = randn(16, 32), randn(96, 32, seed=1), randn(64, 64, seed=2), randn(80, 32, seed=3)
-    assert taken(f, *inputs) == 0
+    assert taken(f, *inputs, scales="in_gemm") == 1
+    same_with_and_without(f, *inputs)
+    assert taken(lambda *args: f(*args, gate=lambda b: b), *inputs, scales="in_gemm") == 0
 
 
 def test_a_gradient_in_memory():
