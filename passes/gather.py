@@ -50,6 +50,8 @@ _MOVEMENTS = frozenset(
     )
 )
 _READERS = frozenset((ops.amax, ops.quantize, ops.quantize_both))
+#: Reads no element.
+SIZE = aten.sym_size.int
 
 Kind = Literal["cast", "view", "permute", "pad", "reassemble", "unpad"]
 
@@ -131,10 +133,15 @@ def find_readers(gathered: Gathered) -> None:
     gathered.readers, gathered.others = [], []
     for node in gathered.nodes:
         for user in node.users:
-            if user.target is wait_tensor:
-                _walk(gathered, user, user, (), shape_of(gathered.shard))
-            else:
+            if user.target is SIZE:
+                continue  # what is gathered in float8 has it, too
+            if user.target is not wait_tensor:
                 gathered.others.append(user)
+                continue
+            known = len(gathered.readers)
+            _walk(gathered, user, user, (), shape_of(gathered.shard))
+            if len(gathered.readers) == known:
+                gathered.others += [reader for reader in user.users if reader.target is SIZE]
 
 
 def _value_key(node: Any) -> Hashable:
@@ -170,6 +177,8 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
     for user in node.users:
         if user.target in _READERS and user.args[0] is node and "f8fx" in user.meta:
             gathered.readers.append(Reader(user, node, wait, steps))
+            continue
+        if user.target is SIZE:
             continue
         step = _step(node, user)
         if step is None and not moved and node is wait:
@@ -210,6 +219,7 @@ def _reassembled(wait: fx.Node, user: fx.Node, size: int, shard: tuple) -> Step 
     """The step from shards stacked along dimension 0 to shards side by side along another one."""
     if user.target is aten.split.Tensor:
         chunk: Any = user.args[1]
+        chunk = chunk.meta["val"] if isinstance(chunk, fx.Node) else chunk
         dim = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
         if dim != 0 or not is_same(chunk, shard[0]):
             return None

@@ -18,7 +18,7 @@ from f8fx import ops
 
 from .commute import Copy, Move, Use, reduced_dim
 from .fake import set_value_by_layout
-from .gather import Reader, all_gather, is_movement, shard_axes, wait_tensor
+from .gather import SIZE, Reader, all_gather, is_movement, shard_axes, wait_tensor
 from .in_memory import is_in_memory
 from .operand import CASTS, shape_of
 from .reduction import Reduction, insert_reduction
@@ -46,6 +46,9 @@ class Rewrite:
         self.as_bytes = as_bytes
         self.anchor = move.gathered.nodes[0]
         self.reductions: list[Reduction] = []
+        # what was gathered, at each step, and what took its place; and how the dimensions of what is gathered are ordered
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.order = [*range(len(shape_of(self.gathered.shard)))]
 
     def run(self) -> list[Reduction]:
         old = {node for gathered in self.gathered.nodes for node in (gathered, *gathered.users)}
@@ -56,6 +59,10 @@ class Rewrite:
         for copy in self.copies:
             old |= {*copy.scales}
             self._move(copy)
+        for node in old & self.now.keys():
+            for user in [user for user in node.users if user.target is SIZE]:
+                dim = cast("int", user.args[1])
+                user.args = (self.now[node], self.order.index(dim) if node in self.gathered.nodes else dim)
         while unused := [node for node in old if not node.users]:
             for node in unused:
                 self.graph.erase_node(node)
@@ -186,6 +193,8 @@ class Rewrite:
         if self.as_bytes:
             data = insert(aten.view.dtype, data, torch.uint8)
         data = insert(all_gather, data, self.gathered.group_size, self.gathered.group)
+        self.now |= dict.fromkeys(self.gathered.nodes, data)
+        self.order = self._order(copy) or [*range(len(shape))]
         waited: dict[fx.Node, fx.Node] = {}
         for use in copy.uses:
             if use.reader.wait not in waited:
@@ -238,6 +247,7 @@ class Rewrite:
                     args = fx.map_arg(node.args, lambda n: now.get(n, n))
                     now[node] = insert(self._target(copy, node), *args, **node.kwargs)  # type: ignore
             current = step.result
+        self.now |= now
         data = now[current]
         insert = self._inserter(reader.node, reader)
         if self.as_bytes:

@@ -153,6 +153,19 @@ def check_one_long_sequence():
     assert_same(*outputs)
 
 
+def check_batches_of_any_size():
+    outputs = []
+    for wire in ("uint8", "off"):
+        model, x = parallel(Net(depth=1), tp_mesh()), randn(4, 16, 64, seed=dist.get_rank())
+        torch._dynamo.mark_dynamic(x, 0)
+        with recording() as reports:
+            y = compiled(model, wire=wire, dynamic=None)(x)
+            y.backward(randn(*y.shape, grad=False, seed=9))
+        assert [gather.moved for gather in reports[0].gathers] == [wire == "uint8"] * 2, reports[0].gathers
+        outputs.append({"output": y.detach(), "input grad": x.grad})
+    assert_same(*outputs)
+
+
 def check_unequal_parts():
     """Of a vocabulary that the ranks do not divide: both leave the layer, where one alone could convert its part."""
     model = nn.ModuleDict({"norm": nn.RMSNorm(64), "head": nn.Linear(64, 97, bias=False)}).to(bf16)

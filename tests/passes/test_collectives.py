@@ -897,7 +897,7 @@ def test_stays_when_readers_round_differently():
 
 def by_hand(fn, *shapes, trace=None):
     """The graph of a function that calls the operators of the IR, as if passes had put them there."""
-    graph = trace(*shapes) if trace else graph_of(fn, *shapes)
+    graph = (trace or graph_of)(fn, *shapes)
     for node in graph.nodes:
         if node.target in ops.ALL:
             node.meta["f8fx"] = Provenance(node.name, "", "output", "test")
@@ -1069,18 +1069,46 @@ def test_stays_when_a_scale_is_for_all_of_it():
     assert_stays_by_hand(("one row that is all of the shard", ""), f, (16, 64))
 
 
-def test_stays_when_rowwise_scales_have_dynamic_sizes():
+def symbolic(fn, *shapes):
+    """The graph of a function of tensors whose sizes are all symbols."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    return make_fx(fn, tracing_mode="symbolic")(*(torch.zeros(*shape, dtype=bf16) for shape in shapes)).graph
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_moves_with_dynamic_sizes(dim):
+    """The sizes of what is gathered are read, too: no element of it is."""
+
+    def f(x, y):
+        whole = gather(x) if dim == 0 else side_by_side(x, dim)
+        matrix = whole.view(-1, whole.shape[-1])
+        amax = ops.amax(matrix)
+        data = ops.quantize(matrix, ops.scale(amax, dtype=torch.float8_e4m3fn), dtype=torch.float8_e4m3fn)
+        return data.view(torch.uint8).view(whole.shape), y.expand(whole.shape)
+
+    graph = by_hand(f, (6, 16, 64), (1, 1, 1), trace=symbolic)
+    (decision,) = Collectives()(graph)
+    assert decision.moved, decision
+    check(graph, "collectives")
+    gathers = graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+    assert [node.meta["val"].dtype for node in gathers] == [torch.float8_e4m3fn]
+
+
+def test_stays_when_nothing_but_its_size_is_read():
+    def f(x, y):
+        return y.expand(gather(x).shape)
+
+    assert_stays_by_hand(("no float8 matmul reads it", ""), f, (6, 64), (1, 1), trace=symbolic)
+
+
+def test_stays_when_rowwise_scales_have_dynamic_sizes():
     def f(x):
         whole = gather(x)
         scale = ops.scale(ops.amax(whole, 1), dtype=torch.float8_e4m3fn)
         return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn, dim=1)
 
-    def traced(*shapes):
-        return make_fx(f, tracing_mode="symbolic")(torch.zeros(*shapes[0], dtype=bf16)).graph
-
-    assert_stays_by_hand(("rowwise scales of dynamic sizes", ""), f, (16, 64), trace=traced)
+    assert_stays_by_hand(("rowwise scales of dynamic sizes", ""), f, (16, 64), trace=symbolic)
 
 
 def test_stays_when_a_view_cuts_across_the_scaled_dimension():
