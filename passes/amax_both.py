@@ -74,9 +74,8 @@ class AmaxBoth:
             return None
         inputs = [None if len(parts) == 1 and is_in_memory(part) else inputs_of(part) for part in parts]
         known = [(part, own) for part, own in zip(parts, inputs, strict=True) if own is not None]
-        of_one_width = len({shape_of(part)[1] for part in parts}) == 1
-        # else it is a kernel for each width, and others for what none has words for
-        if not (of_one_width and len(known) == len(parts)) and all(is_in_memory(part) for part, _ in known):
+        # what the kernel has no words for is read by others, and a part in memory is beside it
+        if not known or (len(known) < len(parts) and all(is_in_memory(part) for part, _ in known)):
             return None
         sums = _sums(source, parts, min(rows, columns))
         if sums is None:

@@ -75,7 +75,7 @@ class Concatenations:
             _flatten(graph, concat, matmuls, others, overwritten)
         whole: dict[fx.Node, fx.Node] = {}
         for (cat, side), matmuls in reading.items():
-            sums = _sums_if_parted(cat, side, {c.gemm.node for c in matmuls}, matmuls)
+            sums = _sums_if_parted(cat, side, {c.gemm.node for c in matmuls}, cat, matmuls)
             if cat in others or sums is None:
                 continue
             whole[cat] = _concat(graph, cat, cat, matmuls[0], side)
@@ -85,12 +85,16 @@ class Concatenations:
 
 
 def _sums_if_parted(
-    cat: fx.Node, side: int, reading: Collection[fx.Node], matmuls: Sequence[Convert]
+    cat: fx.Node, side: int, reading: Collection[fx.Node], operand: fx.Node, matmuls: Sequence[Convert]
 ) -> list[fx.Node] | None:
-    """If the parts of a ``cat`` are to be read instead: the sums of its columns, which read it beside ``reading``."""
-    rest = readers(cat, SAME_ORDER | PERMUTES) - set(reading)
+    """If the parts of a ``cat`` are to be read instead: the sums of its columns, which read it beside ``reading``.
+
+    Args:
+        operand: what the matmuls read: the ``cat``, or what it is a part of.
+    """
+    rest = sorted(readers(cat, SAME_ORDER | PERMUTES) - set(reading))
     sums = [node for node in rest if side == 1 and _is_column_sums(node, cat)]
-    in_memory = _columns_in_memory(cat, side) and not sums and not _is_scaled_both_ways(cat, matmuls)
+    in_memory = _columns_in_memory(cat, side) and not sums and not _is_scaled_both_ways(cat, operand, matmuls)
     return None if in_memory or len(sums) < len(rest) else sums
 
 
@@ -109,7 +113,7 @@ def _flatten(
         can_part = cat.target is aten.cat.default and cat not in others
         side = _side(cat, part, overwritten) if can_part else None
         is_along = side is not None and side == dim
-        sums = _sums_if_parted(cat, dim, {concat}, matmuls) if is_along else None
+        sums = _sums_if_parted(cat, dim, {concat}, concat, matmuls) if is_along else None
         if sums is None:
             parts.append(part)
             continue
@@ -155,12 +159,12 @@ def _columns_in_memory(cat: fx.Node, side: int) -> bool:
     )
 
 
-def _is_scaled_both_ways(cat: fx.Node, matmuls: Sequence[Convert]) -> bool:
+def _is_scaled_both_ways(cat: fx.Node, operand: fx.Node, matmuls: Sequence[Convert]) -> bool:
     """Whether amaxes of rows and of columns are wanted of a gradient, or of an input whose parts are of one width."""
     if len(matmuls) < 2 or not all(conversion.spec.is_rowwise for conversion in matmuls):
         return False
-    operands = [operand for c in matmuls for operand in (c.gemm.left, c.gemm.right)]
-    kinds = {operand.kind for operand in operands if flat_base(operand.node) is cat}
+    operands = [each for c in matmuls for each in (c.gemm.left, c.gemm.right)]
+    kinds = {each.kind for each in operands if flat_base(each.node) is operand}
     widths = {shape_of(part)[-1] for part in _tensors(cat)}
     return kinds == {"grad_output"} or (kinds == {"input"} and len(widths) == 1)
 
