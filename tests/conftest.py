@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.long import LONG
+
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
@@ -18,7 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """pytest-xdist hands out files in the order given below, not those of many tests first: these are the quick ones."""
+    """pytest-xdist hands out files in the order given below, not those of many tests first: these are the quick ones.
+
+    Whether the long tests run too is known to processes that tests start.
+    """
+    if config.getoption("--long"):
+        os.environ[LONG] = "1"
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

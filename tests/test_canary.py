@@ -73,7 +73,7 @@ def test_the_kernels_of_this_machine_are_right():
         pytest.param("cast", ["fused"], "definition", marks=pytest.mark.long),
         ("transpose", ["fused"], "realized"),
         pytest.param("transpose", ["fused", "realized"], "definition", marks=pytest.mark.long),
-        ("reduction", ["fused"], "separate"),
+        pytest.param("reduction", ["fused"], "separate", marks=pytest.mark.long),
         pytest.param("reduction", ["fused", "separate"], "definition", marks=pytest.mark.long),
     ],
 )

@@ -99,6 +99,7 @@ def replicas():
             assert real == model, (recipe, float8, real - model, model - real)
 
 
+@pytest.mark.long
 def test_replicas():
     run_checks(4, [replicas])
 

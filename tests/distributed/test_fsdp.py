@@ -12,6 +12,7 @@ from tests.distributed.harness import run_checks
 from tests.distributed.models import RECIPES, Setup, assert_same, batch, loss_of, train, whole, world_mesh
 from tests.distributed.sent import collectives
 from tests.helpers import sqnr
+from tests.long import with_long
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -36,7 +37,7 @@ def runs(setup: Setup, ranks: list[int]) -> dict[str, dict[str, Tensor]]:
 def same_as_one_process():
     """Where all ranks see the same data, so that the mean of their gradients is the gradient of one."""
     own = 1 + dist.get_rank()
-    for recipe in RECIPES:
+    for recipe in with_long(RECIPES[:2], *RECIPES[2:]):
         one = runs(Setup(recipe), [0])
         plain = runs(Setup(recipe, world_mesh()), [0, own])
         float8 = runs(Setup(recipe, world_mesh(), float8=True), [0, own])

@@ -30,6 +30,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.sent import Sent, collectives
 from tests.helpers import Block, bf16
+from tests.long import with_long
 
 ROWWISE = ("rowwise", "rowwise_with_gw_hp")
 
@@ -217,7 +218,7 @@ def a_budget_of_memory_may_read_it_again() -> None:
 
 def read_again_only_later() -> None:
     """What is no longer there is an error, on every rank."""
-    for inside in (True, False):
+    for inside in with_long((True,), False):
         model = build("auto", by_f8fx, Checkpointed, inside)
         for block in model.blocks:
             block.on = False

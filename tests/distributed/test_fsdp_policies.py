@@ -30,6 +30,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.sent import InGraph, collectives
 from tests.helpers import Block, bf16
+from tests.long import with_long
 
 #: For what is about numbers alone.
 ONE_BLOCK = {"depth": 1}
@@ -48,9 +49,9 @@ def both(setup: Setup, run: Callable[[Net], dict[str, Any]]) -> None:
 
 
 def resharding():
-    for recipe in ("tensorwise", "rowwise"):
-        for reshard in (True, False):
-            both(Setup(recipe, world_mesh(), shard={"reshard_after_forward": reshard}), lambda m: train(m, 2))
+    cases = ("tensorwise", True), ("rowwise", True), ("rowwise", False)
+    for recipe, reshard in with_long(cases, ("tensorwise", False)):
+        both(Setup(recipe, world_mesh(), shard={"reshard_after_forward": reshard}), lambda m: train(m, 2))
 
 
 def mixed_precision():
@@ -63,7 +64,7 @@ def mixed_precision():
 
 def autocast():
     """fp32 parameters that stay so: the fp32 weight is what is quantized, as on one device."""
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in with_long(("rowwise",), "tensorwise"):
         results = []
         for mesh, float8 in ((None, False), (world_mesh(), False), (world_mesh(), True)):
             model = Setup(recipe, mesh, float8, dtype=torch.float32, net=ONE_BLOCK).build()
@@ -127,7 +128,7 @@ def optimizer_in_the_backward():
             loss_of(model(batch(number, dist.get_rank()))).backward()
         return seen | {name: whole(p) for name, p in model.named_parameters()}
 
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in with_long(("rowwise",), "tensorwise"):
         results = []
         for float8 in (False, True):
             torch.manual_seed(0)
@@ -166,7 +167,7 @@ class Latents(nn.Module):
 
 def learned_tokens():
     """Parameters that are no weights, beside one that arrives in float8."""
-    for recipe in ("tensorwise", "rowwise_with_gw_hp"):
+    for recipe in with_long(("rowwise_with_gw_hp",), "tensorwise"):
         results = []
         for float8 in (False, True):
             torch.manual_seed(0)
@@ -186,22 +187,23 @@ def learned_tokens():
 
 def not_a_number():
     """A NaN or an infinity in one rank's shard reaches what it reaches with high-precision gathers."""
-    for value, owner in ((torch.nan, 0), (torch.nan, 1), (torch.inf, 1)):
-        for recipe in ("tensorwise", "rowwise"):
-            outputs = []
-            for float8 in (False, True):
-                model = Setup(recipe, world_mesh(), float8).build()
-                with torch.no_grad():
-                    if dist.get_rank() == owner:
-                        model.blocks[0].gate.weight.to_local()[3, 5] = value
-                    outputs.append(model.blocks[0](batch(0)).detach())
-            assert outputs[0].isnan().any()
-            assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
-            assert torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num()), (value, recipe)
-            # one NaN makes the tensorwise scale one, on every rank, whoever has it
-            model.blocks[0].unshard()
-            scale = model.blocks[0].gate.weight._scale_0
-            assert int(scale.isnan().sum()) == int(value is torch.nan), (value, owner, scale)
+    cases = (torch.nan, 0, "tensorwise"), (torch.nan, 1, "rowwise"), (torch.inf, 1, "tensorwise")
+    others = (torch.nan, 1, "tensorwise"), (torch.nan, 0, "rowwise"), (torch.inf, 1, "rowwise")
+    for value, owner, recipe in with_long(cases, *others):
+        outputs = []
+        for float8 in (False, True):
+            model = Setup(recipe, world_mesh(), float8, net=ONE_BLOCK).build()
+            with torch.no_grad():
+                if dist.get_rank() == owner:
+                    model.blocks[0].gate.weight.to_local()[3, 5] = value
+                outputs.append(model.blocks[0](batch(0)).detach())
+        assert outputs[0].isnan().any()
+        assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
+        assert torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num()), (value, recipe)
+        # one NaN makes the tensorwise scale one, on every rank, whoever has it
+        model.blocks[0].unshard()
+        scale = model.blocks[0].gate.weight._scale_0
+        assert int(scale.isnan().sum()) == int(value is torch.nan), (value, owner, scale)
 
 
 def checkpointing_of_the_whole_model():
@@ -337,7 +339,7 @@ def checkpointing_saves_what_bf16_saves():
 
 def evaluated_in_inference_mode():
     """Between a step and the next forward: the scales taken for it serve the training forward, too."""
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in with_long(("rowwise",), "tensorwise"):
         results = []
         for float8 in (False, True):
             model = Setup(recipe, world_mesh(), float8, net=ONE_BLOCK).build()

@@ -29,13 +29,18 @@ RUNS = [
     ("llama", "rowwise"),
     ("llama", "rowwise_with_gw_hp"),
 ]
-every_run = pytest.mark.parametrize(("name", "recipe"), RUNS)
+#: Of the larger models one test is enough.
+SELDOM = ("sam",)
+every_run = pytest.mark.parametrize(
+    ("name", "recipe"),
+    [pytest.param(*run, marks=pytest.mark.long if run[0] in SELDOM else ()) for run in RUNS],
+)
 every_case = pytest.mark.parametrize("name", CASES)
 
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [pytest.param(*run, marks=pytest.mark.long if run[0] == "sam" else ()) for run in RUNS],
+    [pytest.param(*run, marks=pytest.mark.long if run[0] in (*SELDOM, "t5") else ()) for run in RUNS],
 )
 def test_losses_beside_bf16(name: str, recipe: str):
     """

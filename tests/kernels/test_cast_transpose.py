@@ -33,6 +33,7 @@ from f8fx.recipe import EPS
 from f8fx.torch_private import fake_tensor_mode, jit_function
 from tests.interpreter import as_on_gpus
 from tests.kernels import written as texts
+from tests.long import with_long
 
 pytest.importorskip("triton")
 
@@ -43,7 +44,7 @@ ALIGN = ([1, 1], [16, 1], [1, 16], [16, 16])
 SMALL = launch.Tile(16, 32, 4)
 #: A failure is reported as it was drawn: to find a smaller one takes the interpreter minutes.
 sweep = settings(
-    max_examples=150,
+    max_examples=with_long((60,), 150)[-1],
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],

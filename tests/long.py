@@ -1,0 +1,17 @@
+"""What tests do beyond the usual where ``--long`` asks for the long ones, also in processes that they start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+#: Set in the environment by ``--long``.
+LONG = "F8FX_LONG_TESTS"
+
+T = TypeVar("T")
+
+
+def with_long(usual: Sequence[T], *more: T) -> tuple[T, ...]:
+    """The usual cases, and with ``--long`` those, too."""
+    return (*usual, *more) if os.environ.get(LONG) else tuple(usual)
