@@ -83,14 +83,13 @@ def _row_cast_columns(
 def amax_both(table: Lowering, x: Any, others: Sequence[Any], summed: Sequence[Any]) -> list[Any]:
     """Amaxes of rows and of columns, of the columns of other tensors, and sums of columns."""
     whole = table.parts(x)
-    parts = [x] if whole is None else list(whole.values)
-    launched = (
-        None if whole is not None and whole.dim != 1 else _computed_amaxes(table, parts, others, summed)
-    )
-    if launched is not None:
-        return launched.values()
-    if len(parts) > 1:
-        return _by_width(table, parts, others, summed)
+    if whole is None or whole.dim == 1:
+        parts = [x] if whole is None else list(whole.values)
+        launched = _computed_amaxes(table, parts, others, summed)
+        if launched is not None:
+            return launched.values()
+        if whole is not None:
+            return _by_width(table, parts, others, summed)
     amaxes = [table(ops.amax, x, 1), *(table(ops.amax, value, 0) for value in (x, *others))]
     return [*amaxes, *(column_sums(table, value) for value in summed)]
 
