@@ -229,6 +229,25 @@ def test_relayout_through_code_generation_keeps_every_byte():
             assert want.stride() == got.stride()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_amaxes_of_parts_below_each_other_and_side_by_side(dim):
+    """Of several sizes; rows of parts that stand side by side have an amax in common, others do not."""
+    from f8fx import lowerings, ops
+
+    lowerings.register()
+
+    def f(a, b):
+        whole = ops.concat([a.sin(), b.cos()], dim)
+        return ops.amax_both(whole, [a * 2], [])
+
+    a, b = randn(16, 32, grad=False), randn(*((48, 32) if dim == 0 else (16, 64)), grad=False, seed=1)
+    torch._dynamo.reset()
+    with fresh_cache():  # whose keys know nothing of lowerings
+        found = torch.compile(f)(a, b)
+    for want, got in zip(f(a, b), found, strict=True):
+        assert torch.allclose(want, got, rtol=1e-2)  # of bfloat16's rounding, made or not
+
+
 @pytest.mark.parametrize("converted", [True, False])
 def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted):
     """Forward and backward are compiled with it, from their first nodes; later graphs without; the user's own setting wins."""
