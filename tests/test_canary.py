@@ -334,3 +334,12 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch):
         assert canary.form(device, "cast") == "definition"
         assert canary.key([device]) == canary.key([torch.device("cuda:1")]) != ()
     assert canary.form(torch.device("cuda:0"), "cast") == "fused"
+
+
+@pytest.mark.parametrize("shape", [(20, 33), (33, 20), (520, 777), (777, 520), (16400, 325)])
+def test_no_two_zeros_of_different_signs_are_compared(shape):
+    """Which of them is the larger differs between kernels: on GPUs that was a false alarm, and slow kernels for everybody."""
+    x, y = canary_cases.data(shape, torch.device("cpu"))
+    both = (x == 0) & (y == 0)
+    assert both.any() and torch.equal(x.signbit()[both], y.signbit()[both])
+    assert ((y == 0) & y.signbit()).any()

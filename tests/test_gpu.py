@@ -277,7 +277,7 @@ def test_scales_of_gathered_weights_wait_for_their_amaxes():
     torch.cuda.synchronize()
     busy_wait(200_000_000)
     amaxes.fill_(7.0)
-    reduced = Reduced(amaxes, {("weight", None): (0, 1)})
+    reduced = Reduced(amaxes, {("weight", None): (0, ())})
     with torch.cuda.stream(other):
         assert reduced.scales("weight", form, bf16).item() == 448 / 7  # copied on this stream, too
 
