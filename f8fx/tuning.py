@@ -18,9 +18,10 @@ TUNING: Mapping[str, Any] = {
     "combo_kernel_max_num_nodes": 16,
     # column amaxes want tall blocks, row amaxes wide ones; only where Inductor tunes each of them (torch 2.13)
     "combo_kernel_per_subkernel_blocks": True,
-    # a weight may be quantized before its turn to be in that launch, for at most so much memory
+    # a weight may be quantized before its turn to be in that launch, for at most so much memory as
+    # f8fx.torch_private.combining allows to all launches of a graph together; these bound each of them
     "combo_kernel_peak_memory_pct_threshold": None,
-    "combo_kernel_peak_memory_increase_gb": 0.25,
+    "combo_kernel_peak_memory_increase_gb": None,
     # RoPE's backward (about 40 operations) is computed for the amax and again for the cast; at Inductor's
     # threshold (30) it is written out in bfloat16 in between, which is more traffic
     "realize_opcount_threshold": 50,

@@ -37,7 +37,7 @@ from .operand import MOVEMENTS, base_of, is_given, readers
 
 aten = torch.ops.aten
 
-#: Float8 bytes that one launch may write before their turn; what Inductor may (:mod:`f8fx.tuning`).
+#: Float8 bytes that one launch may write before their turn; as many as Inductor's may (:mod:`f8fx.torch_private.combining`).
 AHEAD = 1 << 28
 
 _PLAIN = [1, 1]

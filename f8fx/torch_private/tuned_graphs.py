@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .combining import combine_within_memory
 from .inductor import inductor_config
 from .realizing import compute_again_what_reads_one_tensor
 from .scheduling import combine_by_kind
@@ -48,6 +49,7 @@ def _tune(graph: fx.Graph) -> None:
     if "realize_reads_threshold" in tuning:
         compute_again_what_reads_one_tensor()
     if config.combo_kernels:
+        combine_within_memory()
         combine_by_kind(config.combo_kernel_per_subkernel_blocks)
 
 
