@@ -447,10 +447,10 @@ backward:
     50.3 MB  triton_quantize
        tiny  triton_quantize_rowwise_reciprocal_scale
    167.8 MB  triton_add_convert_element_type_div_exp_mul_neg_quantize
-   117.5 MB  extern_kernels._scaled_mm
    100.7 MB  triton_quantize
-   335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub
-   100.7 MB  extern_kernels._scaled_mm""",
+   100.7 MB  extern_kernels._scaled_mm
+   117.5 MB  extern_kernels._scaled_mm
+   335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub""",
         )
 
     def test_swiglu_linear_rowwise_with_gw_hp(self):

@@ -55,7 +55,7 @@ def launches(
     bytes_made: Callable[[Any], int],
     is_gemm: Callable[[Any], bool],
 ) -> list[list[Any]]:
-    """Parts of groups, so that no kernel delays another and what is made ahead fits in :data:`AHEAD` bytes.
+    """Parts of groups, so that no kernel waits for a gemm behind it, and what is made ahead fits in :data:`AHEAD` bytes.
 
     Args:
         groups: kernels that could share a launch, those that are read before those that read.
@@ -66,20 +66,20 @@ def launches(
     """
     turn = {node: index for index, node in enumerate(order)}
     gemms = list(itertools.accumulate(map(is_gemm, order)))
-    runs = dict(turn)
+    runs = {node: gemms[turn[node]] for node in order}  # after how many gemms
     ahead = [0] * (gemms[-1] + 1 if gemms else 0)
     found: list[list[Any]] = []
     for nodes in groups:
         opened: list[list[Any]] = []
         for node in sorted(nodes, key=turn.__getitem__):
-            ready = max((runs[source] for source in read_from(node) if source in runs), default=-1)
+            ready = max((runs[source] for source in read_from(node) if source in runs), default=0)
             size = bytes_made(node)
             for launch in reversed(opened[-_OPEN:]):
-                early = slice(gemms[turn[launch[0]]], gemms[turn[node]])
-                if ready < turn[launch[0]] and all(taken + size <= AHEAD for taken in ahead[early]):
+                early = slice(runs[launch[0]], runs[node])
+                if ready <= early.start and all(taken + size <= AHEAD for taken in ahead[early]):
                     ahead[early] = [taken + size for taken in ahead[early]]
                     launch.append(node)
-                    runs[node] = turn[launch[0]]
+                    runs[node] = early.start
                     break
             else:
                 opened.append([node])
