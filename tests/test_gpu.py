@@ -12,6 +12,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from f8fx import f8fx, installed, recording
 from f8fx.hardware import of_device
+from f8fx.torch_private.combining import AHEAD
 from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, sqnr
 from tests.test_unbacked import Chosen, ChosenExperts, outcome
 
@@ -143,17 +144,32 @@ def test_auto_decides_for_this_gpu():
     assert [r.converted for r in reports] == [0, 3]
 
 
-def test_two_layer_mlp_saves_no_more_memory_than_bf16():
-    def peak(backend, **options):
-        model, x = block(dim=4096, hidden=14336), normal(1, 8192, 4096).requires_grad_()
+def test_memory_of_a_gated_mlp():
+    """No more is saved than in bf16. At the peak both copies of gradients are there, as with torchao, which is more."""
+    torchao = pytest.importorskip("torchao.float8")
+
+    def memory(model, backend, **options):
+        x = normal(1, 8192, 4096).requires_grad_()
         torch._dynamo.reset()
         call = torch.compile(model, backend=backend, options=options or None, fullgraph=True)
         for _ in range(2):
+            model.zero_grad()
+            x.grad = None
+            start = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            call(x).sum().backward()
-        return torch.cuda.max_memory_allocated()
+            y = call(x)
+            saved = torch.cuda.memory_allocated() - start
+            y.sum().backward()
+            peak = torch.cuda.max_memory_allocated() - start
+            del y
+        return saved, peak
 
-    assert peak(f8fx, select="all") < 1.05 * peak("inductor")
+    model = block(dim=4096, hidden=14336)
+    saved, peak = memory(model, f8fx, select="all")
+    saved_in_bf16, _ = memory(model, "inductor")
+    _, peak_of_torchao = memory(torchao_of(model, torchao.Float8LinearConfig()), "inductor")
+    assert saved < saved_in_bf16
+    assert peak < peak_of_torchao + AHEAD
 
 
 def test_float16_and_autocast():
@@ -377,7 +393,8 @@ def test_rows_whose_number_is_known_only_at_run_time(recipe):
 
 @needs_grouped_gemm
 def test_experts_whose_rows_are_chosen_at_run_time():
-    model, x = ChosenExperts().to("cuda", bf16), normal(64, 32).requires_grad_()
+    reference = ChosenExperts().to(bf16)
+    model, x = copy.deepcopy(reference).to("cuda"), normal(64, 32).requires_grad_()
     options = {"recipe": "rowwise", "experts": "convert", "executor": "inductor"}
     call = compiled(model, fullgraph=True, **options)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
@@ -386,6 +403,11 @@ def test_experts_whose_rows_are_chosen_at_run_time():
             fixed = compiled(
                 lambda x, counts=counts, rows=rows: model(x, slice(rows), counts), **options, dynamic=False
             )
-            found = outcome(model, call, x, torch.arange(64, device="cuda") < rows, counts)
-            for want, value in zip(outcome(model, fixed, x), found, strict=True):
-                assert sqnr(want, value) > 30
+            mask = torch.arange(64, device="cuda") < rows
+            exact = outcome(reference, reference, x.detach().cpu().requires_grad_(), mask.cpu(), counts.cpu())
+            found, wanted = outcome(model, call, x, mask, counts), outcome(model, fixed, x)
+            for true, want, value in zip(exact, wanted, found, strict=True):
+                value, want = value.cpu(), want.cpu()
+                # kernels differ, and so does what is rounded in them; by less than float8 does
+                assert sqnr(want, value) > sqnr(true, want) + 1
+                assert sqnr(true, value) > sqnr(true, want) - 1

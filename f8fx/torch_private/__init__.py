@@ -19,7 +19,8 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``inductor`` | Inductor around a compile |
 | ``lowering`` | Inductor's lowerings and IR |
 | ``pointwise`` | Inductor's values as expressions |
-| ``scheduling`` | Inductor's scheduler |
+| ``scheduling`` | Inductor's scheduler: kernels that share a launch, and what may be fused |
+| ``combining`` | Inductor's scheduler: memory of kernels that share a launch |
 | ``patch`` | attributes replaced for the length of a block |
 """
 
