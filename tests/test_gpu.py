@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.cpp_extension import CUDA_HOME
 
-from f8fx import f8fx, installed, recording
+from f8fx import f8fx, recording
 from f8fx.hardware import of_device
 from f8fx.torch_private.combining import AHEAD
 from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, sqnr
@@ -314,20 +316,46 @@ def test_cached_weights_are_read_on_any_stream():
             assert torch.equal(call(x), 2 * want)
 
 
+#: Arguments: the option ``weights``, and where the packages are written.
+PACKAGES = """
+import sys, torch
+from f8fx import installed
+from tests.helpers import compiled, sqnr
+from tests.test_gpu import block, normal
+
+weights, folder = sys.argv[1:]
+model, x = block().requires_grad_(False), normal(4, 256, 512)
+say = lambda what: print(what, flush=True)
+with torch.no_grad():
+    exported = torch.export.export(model, (x,))
+    plain = torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/plain.pt2")
+    say("bf16 made")
+    assert sqnr(model(x), torch._inductor.aoti_load_package(plain)(x)) > 30
+    say("bf16 run")
+    with installed(select="all", strict=True, weights=weights):
+        made = torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/model.pt2")
+    say("made")
+    run = torch._inductor.aoti_load_package(made)
+    say("loaded")
+    assert sqnr(compiled(model, executor="inductor")(x), run(x)) > 30
+    say("run")
+    changed = {name: 2 * value for name, value in model.state_dict().items()}
+    run.load_constants(changed, check_full_update=True)
+    say("changed")
+    model.load_state_dict(changed)
+    assert sqnr(compiled(model, executor="inductor")(x), run(x)) > 30
+    say("run again")
+"""
+
+
 @pytest.mark.skipif(CUDA_HOME is None, reason="no CUDA toolkit to compile packages with")
 @pytest.mark.parametrize("weights", ["dynamic", "cached"])
 def test_packages_of_aotinductor(weights, tmp_path):
-    model, x = block().requires_grad_(False), normal(4, 256, 512)
-    with torch.no_grad():
-        exported = torch.export.export(model, (x,))
-        with installed(select="all", strict=True, weights=weights):
-            made = torch._inductor.aoti_compile_and_package(exported, package_path=f"{tmp_path}/model.pt2")
-        run = torch._inductor.aoti_load_package(made)
-        assert sqnr(compiled(model, executor="inductor")(x), run(x)) > 30
-        changed = {name: 2 * value for name, value in model.state_dict().items()}
-        run.load_constants(changed, check_full_update=True)
-        model.load_state_dict(changed)
-        assert sqnr(compiled(model, executor="inductor")(x), run(x)) > 30
+    """In a process of its own, which may crash."""
+    command = [sys.executable, "-X", "faulthandler", "-c", PACKAGES, weights, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    got_to = done.stdout.splitlines()[-1:]
+    assert got_to == ["run again"], f"after {got_to} ended with {done.returncode}\n{done.stderr[-4000:]}"
 
 
 needs_grouped_gemm = pytest.mark.skipif(
