@@ -116,7 +116,7 @@ def test_casts_of_weights_in_generated_code(ahead, monkeypatch):
     assert read_and_written < max(casts) <= (ahead + 1) * read_and_written + 1024
 
 
-def test_graphs_of_others_are_grouped_as_they_were(monkeypatch):
+def test_graphs_of_others_are_grouped_as_they_were():
     from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combo
     from torch._inductor.virtualized import V
 

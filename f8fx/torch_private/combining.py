@@ -14,7 +14,7 @@ from typing import Any
 #: Bytes that results made before the gemm in front of their turn may take at any time.
 AHEAD = 1 << 28
 
-#: Launches that have not begun to be too far away; looking at more finds few.
+#: A kernel may join the latest launches of its group, so many of them: earlier ones are full, or too far ahead.
 _OPEN = 4
 _BOUNDED = "f8fx_bounded"
 
