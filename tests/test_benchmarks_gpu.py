@@ -324,6 +324,7 @@ def _results(folder: Path) -> None:
         "recipe": "tensorwise",
         "checkpointing": False,
         "ms": {"bf16": 14, "f8fx": 10},
+        "memory": {"torchao": {"peak": 10}, "f8fx": {"peak": 12}},
     }
     training = _runs()
     for day, name, rows, summary in (
@@ -342,6 +343,7 @@ def test_the_headline_holds_what_results_hold_and_nothing_else(tmp_path, capsys)
     assert "### NVIDIA H200" in page
     assert "| 8B block, tensorwise: f8fx over bf16 | >= 1.40 | 1.50 | 2026-01-02, " in page
     assert "| 8B block, tensorwise: f8fx over torchao | >= 1.10 | not measured | - |" in page
+    assert "f8fx over torchao | - | 1.20 | 2026-01-02" in page
     assert "| 0.25 (100 steps) | 2026-01-01" in page
 
 
