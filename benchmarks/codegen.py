@@ -377,4 +377,15 @@ def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:
                 _allow_non_fake_inputs=True,
             )
             graph = trace(*inputs)
+    _name_inputs(graph, half)
     return graph, inputs, mode
+
+
+def _name_inputs(graph: fx.GraphModule, half: fx.GraphModule) -> None:
+    """Inputs get names as in AOTAutograd's graphs: by them Inductor tells what it may free after its last use."""
+    for node, was in zip(
+        graph.graph.find_nodes(op="placeholder"), half.graph.find_nodes(op="placeholder"), strict=True
+    ):
+        kept = was.name.startswith(("primals_", "tangents_"))
+        node.name = node.target = was.name if kept else f"saved_{was.name}"
+    graph.recompile()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from graphlib import TopologicalSorter
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from tests.helpers import bf16
 
 pytest.importorskip("triton")
+blocks = pytest.importorskip("benchmarks.blocks")
 codegen = pytest.importorskip("benchmarks.codegen")
 
 from f8fx.torch_private import combining  # noqa: E402
@@ -20,16 +23,29 @@ from f8fx.torch_private import combining  # noqa: E402
 MIB = 1 << 20
 
 
-def launches(order, groups, size, reads=None):
-    """Kernels are letters, gemms capitals; ``size`` is that of their results in MiB."""
+def launches(order, groups, size, reads=None, live=()):
+    """Kernels are letters, gemms capitals; ``size`` is that of their results in MiB, ``live`` what is there with each."""
     found = combining.launches(
         groups,
         order,
         lambda node: (reads or {}).get(node, ""),
         lambda node: size.get(node, 0) * MIB,
         str.isupper,
+        [bytes_ * MIB for bytes_ in live],
     )
     return " ".join("".join(launch) for launch in found)
+
+
+def joined(order, found, reads=None, kinds=None):
+    """Kernels are letters, gemms capitals; all are of one kind but those of ``kinds``."""
+    launches = combining.joined(
+        found.split(),
+        order,
+        lambda node: (reads or {}).get(node, ""),
+        str.isupper,
+        lambda node: (kinds or {}).get(node, "pointwise"),
+    )
+    return " ".join("".join(launch) for launch in launches)
 
 
 def test_what_fits_is_one_launch():
@@ -57,6 +73,47 @@ def test_small_ones_are_made_together_from_anywhere():
     assert launches("aGbGcGdG", ["abcd"], {"a": 0, "b": 200, "c": 100, "d": 0}) == "ab cd"
 
 
+def test_nothing_is_made_ahead_where_the_graph_needs_most():
+    sizes = dict.fromkeys("abc", 100)
+    assert launches("aGbGcG", ["abc"], sizes, live=[300] * 6) == "a b c"
+    # the first gemm runs with least, so what follows it can be there by then; at the second there is room for one
+    assert launches("aGbGcG", ["abc"], sizes, live=[0, 0, 150, 150, 300, 300]) == "abc"
+    assert launches("aGbGcG", ["abc"], sizes, live=[150, 150, 150, 150, 300, 300]) == "ab c"
+    assert launches("aGbGcG", ["abc"], sizes, live=[0, 0, 300, 300, 0, 0]) == "ab c"
+    # at the start most is needed: the last two are made after it, together
+    assert launches("aGbGcG", ["abc"], sizes, live=[300, 300, 0, 0, 0, 0]) == "a bc"
+
+
+def test_what_is_small_is_made_anywhere():
+    assert launches("aGbGcG", ["abc"], dict.fromkeys("abc", 32), live=[300] * 6) == "abc"
+    assert launches("aGbGcG", ["abc"], dict.fromkeys("abc", 33), live=[300] * 6) == "ab c"
+
+
+def test_launches_of_different_depth_are_one_between_the_same_gemms():
+    assert joined("abcG", "a c", {"c": "b"}) == "ca"
+    assert joined("abGc", "a c", {"c": "b"}) == "a c"  # a gemm between them
+    assert joined("abcG", "a c", {"c": "b"}, {"c": "reduction"}) == "a c"
+    assert joined("abcG", "a c", {"c": "b"}, dict.fromkeys("ac")) == "a c"  # small ones go with any as it is
+
+
+def test_launches_are_one_only_if_neither_waits_for_the_other():
+    assert joined("abcG", "a c", {"b": "a", "c": "b"}) == "a c"
+    # d was to run ahead with a, and reads what c's launch makes
+    assert joined("abcGd", "ad c", {"c": "b", "d": "c"}) == "ad c"
+    # through a launch of other kernels: e waits for b there, and c for e
+    assert joined("abecG", "a be c", {"b": "a", "c": "e"}, {"b": "r", "e": "r"}) == "a be c"
+
+
+def test_of_a_launch_those_of_a_kind_are_moved():
+    assert joined("abrcG", "ab c", {"c": "r"}, {"a": "reduction"}) == "a cb"
+
+
+def test_a_joined_launch_holds_no_more_kernels_than_one():
+    few, most = "abcdefgh", "abcdefghijklmno"
+    assert joined(few + "xyG", f"{few} y", {"y": "x"}) == f"y{few}"
+    assert joined(most + "xyzG", f"{most} yz", {"y": "x"}) == f"{most} yz"
+
+
 def test_nothing_waits_for_what_comes_later():
     """c reads a result that is there a gemm later than a: a, and all that reads it, would wait."""
     assert launches("aGbcG", ["ac"], {}, {"c": "b"}) == "a c"
@@ -80,15 +137,27 @@ def test_bound_and_order_hold(data):
     found = combining.launches(
         groups, order, lambda n: reads.get(n, []), lambda n: kernels[n] * MIB, lambda n: kernels[n] is None
     )
+    kinds = {n: data.draw(st.sampled_from([None, "one", "other"])) for n in order}
+    by_depth = len(found)
+    found = combining.joined(
+        found, order, lambda n: reads.get(n, []), lambda n: kernels[n] is None, kinds.__getitem__
+    )
+    assert len(found) <= by_depth
     assert sorted(n for launch in found for n in launch) == [n for n in order if kernels[n] is not None]
-    runs = {n: launch[0] for launch in found for n in launch}
-    gemms = [n for n in order if kernels[n] is None]
+    gemms = dict(zip(order, itertools.accumulate(kernels[n] is None for n in order), strict=True))
+    launch_of = {n: tuple(launch) for launch in found for n in launch}
+    units = {n: launch_of.get(n, (n,)) for n in order}
+    runs = {n: min(gemms[member] for member in units[n]) for n in order}
+    waits_for: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     for n in order:
-        for source in reads.get(n, ()):
-            start, made = runs.get(n, n), runs.get(source, source)
-            assert made <= start or not any(start < gemm <= made for gemm in gemms)
-    for gemm in gemms:
-        assert sum(kernels[n] for n, start in runs.items() if start < gemm < n) * MIB <= combining.AHEAD
+        assert all(runs[source] <= runs[n] for source in reads.get(n, ()))
+        waits_for.setdefault(units[n], set()).update(units[source] for source in reads.get(n, ()))
+    list(TopologicalSorter(waits_for).static_order())  # no launch waits for itself
+    for ahead_of in range(max(gemms.values(), default=0)):
+        ahead = [kernels[n] for n in launch_of if runs[n] <= ahead_of < gemms[n]]
+        assert sum(ahead) * MIB <= combining.AHEAD
+    for launch in found:
+        assert len(launch) <= 16 or len({depth[n] for n in launch}) == 1
 
 
 class Layers(nn.Module):
@@ -106,6 +175,7 @@ class Layers(nn.Module):
 def test_casts_of_weights_in_generated_code(ahead, monkeypatch):
     """Of a model of many layers, each launch takes those of the next, not of all."""
     monkeypatch.setattr(combining, "AHEAD", ahead * 512 * 512)
+    monkeypatch.setattr(combining, "HIGHER", 0)
     with torch.device("meta"):
         model, x = Layers(8).to(bf16), torch.empty(4096, 512, dtype=bf16, requires_grad=True)
     (_, backward), _ = codegen.halves(model, x, recipe="tensorwise")
@@ -120,7 +190,7 @@ def test_graphs_of_others_are_grouped_as_they_were():
     from torch._inductor.scheduler import ForeachKernelSchedulerNode as Combo
     from torch._inductor.virtualized import V
 
-    before = Combo.group_algorithm_for_combo_kernels
+    before = Combo._default_group_nodes_for_combo_kernels
     combining._group_within_memory.cache_clear()
     try:
         Combo.set_group_algorithm_for_combo_kernels(lambda scheduler: [["own"]])
@@ -130,3 +200,42 @@ def test_graphs_of_others_are_grouped_as_they_were():
     finally:
         Combo.set_group_algorithm_for_combo_kernels(before)
         combining._group_within_memory.cache_clear()
+
+
+def there_with_each_kernel(model, *args, monkeypatch, is_backward=True):
+    """MiB that are there while each kernel runs, and that it makes."""
+    found = []
+
+    def record(groups, order, read_from, bytes_made, is_gemm, live):
+        found.extend((there / MIB, bytes_made(node) / MIB) for there, node in zip(live, order, strict=True))
+        return [nodes for nodes in groups if nodes]
+
+    monkeypatch.setattr(combining, "launches", record)
+    halves, _ = codegen.halves(model, *args, recipe="tensorwise")
+    with codegen.h100():
+        codegen.generate(halves[is_backward], is_backward)
+    return found
+
+
+def test_bytes_that_are_there_with_each_kernel(monkeypatch):
+    """A layer's backward: its output is saved (4 MiB), and freed when its gradient has become float8 twice (2 and 2).
+
+    Beside them the input in float8 (2), a column of partial amaxes, the weight in float8 (1/4), and the gradients of
+    weight (1/2) and input (4).
+    """
+    with torch.device("meta"):
+        model, x = Layers(1).to(bf16), torch.empty(4096, 512, dtype=bf16, requires_grad=True)
+    found = there_with_each_kernel(model, x, monkeypatch=monkeypatch)
+    there = [there - found[0][1] if index < 2 else there for index, (there, _) in enumerate(found)]
+    want = [4 + 2, 4 + 2, 4 + 2 + 4, 2 + 4 + 0.5, 0.5 + 2 + 0.25, 0.5 + 2 + 0.25 + 4]
+    assert there == pytest.approx(want, abs=1e-3)
+    assert [round(made, 2) for _, made in found] == [0.02, 0, 4, 0.5, 0.25, 4]
+
+
+def test_parts_of_one_tensor_are_not_counted_beside_it(monkeypatch):
+    """Gate and up are saved side by side (448 MiB), and so are both float8 copies of their gradients made (224 each)."""
+    layers, args = blocks.block("mlp", 8192)
+    found = there_with_each_kernel(layers, *args, monkeypatch=monkeypatch)
+    gradient_of_product, product, gradient = 224, 112, 32  # of both the copies for the weight's gradient
+    most = max(there for there, _ in found)
+    assert most == pytest.approx(448 + gradient_of_product + 2 * 224 + product + gradient, abs=1)

@@ -78,7 +78,7 @@ def test_a_llama_block_of_sequences_of_any_length(recipe):
     )
     (said,) = re.findall(rf"(\d+) \(`{recipe}`\)", text)
     assert row["triton_kernels"] == int(said)
-    assert format(row["est_bytes"] / GB, ".2f") == published()[case][0]
+    assert row["est_bytes"] / GB == pytest.approx(float(published()[case][0]), abs=0.015)
 
 
 @pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.long), "norm_linear"])

@@ -20,7 +20,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``lowering`` | Inductor's lowerings and IR |
 | ``pointwise`` | Inductor's values as expressions |
 | ``scheduling`` | Inductor's scheduler: kernels that share a launch, and what may be fused |
-| ``combining`` | Inductor's scheduler: memory of kernels that share a launch |
+| ``combining``, ``live_bytes`` | Inductor's scheduler: which kernels share a launch, and memory |
 | ``patch`` | attributes replaced for the length of a block |
 """
 

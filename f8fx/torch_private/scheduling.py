@@ -120,7 +120,7 @@ def _launches(nodes: list[Any]) -> list[list[Any]]:
     """Nodes of one tiling, by the launch they are to be in; small ones go with any."""
     groups: dict[str, list[Any]] = defaultdict(list)
     for node in nodes:
-        groups[_kind(node)].append(node)
+        groups[kind_of(node)].append(node)
     small = groups.pop("small", [])
     inner, outer = groups.get("inner", []), groups.get("outer", [])
     if inner and outer and max(map(_elements, (*inner, *outer))) <= _LARGE:
@@ -144,7 +144,8 @@ def _cannot_be_combined(node: Any, info: Any) -> bool:
     return release() < (2, 15) and info.is_persistent_reduction and not _is_number(length)
 
 
-def _kind(node: Any) -> str:
+def kind_of(node: Any) -> str:
+    """How a kernel goes over its elements: "inner" and "outer" reductions, "pointwise", or "small", as small as does not matter."""
     if _elements(node) <= _SMALL:
         return "small"
     return _direction(node) if node.is_reduction() else "pointwise"
