@@ -120,7 +120,7 @@ class Options:
         known = {f.name for f in fields(Options)}
         for key in given:
             if key not in known:
-                raise OptionError(_unknown("option", key, known))
+                raise OptionError(_belongs_elsewhere(key) or _unknown("option", key, known))
         from_mode, mode_patches = _parse_mode(mode)
         if from_mode is not None:
             if "recipe" in given and _recipe(given["recipe"]) != from_mode:
@@ -162,6 +162,15 @@ class Options:
         if hw := self.target:  # not only its name: it may be the user's own
             values["target"] = tuple((f.name, str(getattr(hw, f.name))) for f in fields(hw))
         return tuple(values.items())
+
+
+def _belongs_elsewhere(key: object) -> str | None:
+    """What to do with an option of Inductor's, or an argument of ``torch.compile``."""
+    if key in ("mode", "fullgraph", "dynamic", "backend", "disable"):
+        return f"{key!r} is an argument of torch.compile, not an option"
+    if str(key).replace("-", "_") in inductor_config().get_config_copy():
+        return f'{key!r} is an Inductor option: give it as options={{"inductor": {{{str(key)!r}: ...}}}}'
+    return None
 
 
 def _unknown(what: str, value: object, allowed: Iterable[str | None]) -> str:

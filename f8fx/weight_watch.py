@@ -80,7 +80,7 @@ class Watch:
     def was_set(self, value: Tensor) -> None:
         """Notes that ``.data`` was set to a tensor, which from then on shares the parameter's memory."""
         self.changes += 1
-        memory = _memory(value)
+        memory = memory_of(value)
         first = self.sources[:1] if memory is not None and memory == self.source_memory else ()
         self.sources = first if value.is_inference() else (*first, version_probe(value))
         self.source_memory = memory
@@ -163,16 +163,16 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     # by memory: a frozen copy of a model may share that of the model in training
     watched: dict[int | None, list[Watch]] = {}
     for watch in watches:
-        watched.setdefault(_memory(watch.reference()), []).append(watch)
+        watched.setdefault(memory_of(watch.reference()), []).append(watch)
     watched.pop(None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad or parameter.grad is not None:  # else no optimizer writes to it
-                for watch in watched.get(_memory(parameter), ()):
+                for watch in watched.get(memory_of(parameter), ()):
                     watch.changes += 1
 
 
-def _memory(parameter: Tensor | None) -> int | None:
+def memory_of(parameter: Tensor | None) -> int | None:
     """Equal for parameters on one memory; ``None`` for those that have none: gone, sparse, lazy."""
     try:
         return None if parameter is None else storage_key(parameter)

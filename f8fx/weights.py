@@ -27,7 +27,7 @@ behind all of these (:func:`refusal`), it is cast at each call.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ from .kernels.grouped import below_each_other
 from .passes.reuse import CastFormat, ScaleFormat
 from .streams import Made, capturing, current
 from .torch_private import managed_by_fsdp
-from .weight_watch import LOCK, WATCHES, Watch, watch_of
+from .weight_watch import LOCK, WATCHES, Watch, memory_of, watch_of
 
 Format = ScaleFormat | CastFormat
 
@@ -47,7 +47,7 @@ Format = ScaleFormat | CastFormat
 # -- what the user calls --------------------------------------------------------------------------
 
 
-def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
+def refresh_weights(model: nn.Module | Iterable[nn.Module | Tensor] | None = None) -> None:
     """Drops the float8 copies of a model's weights: the next call casts them anew.
 
     Needed after writes that leave no trace in PyTorch:
@@ -64,18 +64,37 @@ def refresh_weights(model: nn.Module | Iterable[Tensor] | None = None) -> None:
     * under ``torch.autograd._unsafe_preserve_version_counter``, which hides writes of every kind.
 
     Args:
-        model: a module, or parameters; default: all there are.
+        model: a module, or some; or tensors: parameters, and others with the memory of one (``state_dict().values()``).
+            Default: all weights there are.
+
+    Raises:
+        TypeError: for anything else.
     """
+    memory = None if model is None else {memory_of(tensor) for tensor in _tensors(model)} - {None}
     with LOCK:
-        if model is None:
-            chosen = list(WATCHES.values())
-        else:
-            parameters = model.parameters() if isinstance(model, nn.Module) else model
-            found = (WATCHES.get(id(parameter)) for parameter in parameters)
-            chosen = [watch for watch in found if watch is not None]
+        watches = list(WATCHES.values())
+        chosen = [watch for watch in watches if memory is None or memory_of(watch.reference()) in memory]
         for watch in chosen:
             watch.changes += 1
             watch.drop()
+
+
+def _tensors(given: nn.Module | Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
+    """The parameters of modules, and tensors as they are."""
+    if isinstance(given, nn.Module):
+        yield from given.parameters()
+        return
+    if isinstance(given, (Tensor, str, Mapping)) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"refresh_weights takes a module, or parameters in a list; got a {type(given).__name__}"
+        )
+    for part in given:
+        if not isinstance(part, (Tensor, nn.Module)):
+            hint = "; give .parameters(), not .named_parameters()" if isinstance(part, tuple) else ""
+            raise TypeError(
+                f"refresh_weights takes a module, or parameters; got a {type(part).__name__}{hint}"
+            )
+        yield from [part] if isinstance(part, Tensor) else part.parameters()
 
 
 @contextmanager
@@ -95,7 +114,12 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
     forward reads and the one the input gradient reads, stay in memory until the block ends; the bits are
     those of casting anew. A weight that changes inside the block is cast anew, by the same signs as in
     inference (:mod:`f8fx.weights`), but that a training graph ran: between microbatches it tells nothing.
+
+    Raises:
+        TypeError: if the model is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"reuse_weights takes a module, got a {type(model).__name__}")
     scope = _Scope(model)
     _SCOPES.append(scope)
     try:

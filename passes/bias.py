@@ -105,4 +105,4 @@ def _can(conversion: Convert, scales: RowwiseScales) -> bool:
     if not statically_true(value.storage_offset() * gemm.dtype.itemsize % _ALIGNMENT == 0):
         return False
     # scaled by rows, gemms write bfloat16
-    return not spec.is_rowwise or (gemm.dtype == torch.bfloat16 and not is_scaled_after(gemm, spec, scales))
+    return not spec.is_rowwise or (gemm.dtype == torch.bfloat16 and not is_scaled_after(conversion, scales))

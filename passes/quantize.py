@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.recipe import GemmSpec, QuantSpec, Recipe
+from f8fx.recipe import QuantSpec, Recipe
 from f8fx.torch_private import size_hint
 
 from .choice import ALIGNMENT, Convert, reading
@@ -50,12 +50,17 @@ prims = torch.ops.prims
 #: vectors, they are applied to a float32 result.
 RowwiseScales = Literal["in_gemm", "torchao", "after"]
 
+_E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
-def is_scaled_after(gemm: Gemm, spec: GemmSpec, where: RowwiseScales) -> bool:
+
+def is_scaled_after(conversion: Convert, where: RowwiseScales) -> bool:
     """Whether scales are applied to the result of a gemm, by a kernel of its own."""
+    gemm, spec = conversion.gemm, conversion.spec
     return spec.is_rowwise and (
         where == "after"
         or (where == "torchao" and not spec.use_fast_accum)
+        # torch's gemms that take scale vectors (RowwiseScaledMM.cu, on all but Hopper) have e4m3 on the right
+        or conversion.right_dtype in _E5M2
         # of a vector of scales torch asks whether it has one element, and here that is not known (2.15)
         or None in map(size_hint, (gemm.m, gemm.n))
     )
@@ -189,7 +194,7 @@ class _GemmRewrite:
     def _scaled_mm(self, left: fx.Node, right: fx.Node, left_scale: fx.Node, right_scale: fx.Node) -> fx.Node:
         """The product in the dtype of the matmul it replaces, padding sliced off."""
         insert, spec, wanted = self.insert, self.spec, self.gemm.dtype
-        after = is_scaled_after(self.gemm, spec, self.rowwise_scales)
+        after = is_scaled_after(self.conversion, self.rowwise_scales)
         bias = self.gemm.node.args[0] if self.conversion.adds_bias else None
         computed = wanted
         if spec.is_rowwise and wanted != torch.bfloat16:

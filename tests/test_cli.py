@@ -125,6 +125,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "number = 3\n"
     )
     (tmp_path / "needs_something.py").write_text("import surely_not_installed\n")
+    (tmp_path / "fails.py").write_text("1 / 0\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "explained_model", raising=False)
@@ -139,6 +141,11 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("not_there:good", "there is no module 'not_there'"),
         ("explained_model.sub:good", "there is no module 'explained_model.sub'"),
         ("needs_something:good", "No module named 'surely_not_installed'"),
+        ("fails:good", "importing 'fails' raised ZeroDivisionError"),
+        ("broken:good", "importing 'broken' raised SyntaxError"),
+        ("explained_model.py:good", "in its folder write explained_model:good"),
+        ("./explained_model.py:good", "in its folder write explained_model:good"),
+        (".explained_model:good", "'.explained_model' is not the name of a module"),
         ("explained_model:missing", "has no function 'missing'"),
         ("explained_model:number", "has no function 'number'"),
         (
@@ -170,6 +177,15 @@ def test_explain_refuses_a_file_that_cannot_be_written(
         assert capsys.readouterr().err.startswith(
             f"f8fx explain: {option}: cannot write '/dev/full': No space"
         )
+
+
+def test_explain_refuses_to_write_two_things_to_one_place(capsys: Capture, user_module: str, tmp_path: Path):
+    path = str(tmp_path / "x")
+    wrong = _fails_with_usage(capsys, "explain", f"{user_module}:good", "--json", path, "--html", path)
+    assert wrong == f"f8fx explain: --json and --html: both would be written to {path!r}\n"
+    assert "a page is not printed" in _fails_with_usage(
+        capsys, "explain", f"{user_module}:good", "--html", "-"
+    )
 
 
 def test_demo_refuses_a_folder_that_cannot_be_made(capsys: Capture, tmp_path: Path):

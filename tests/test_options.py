@@ -24,6 +24,10 @@ def test_defaults():
     ("given", "message"),
     [
         ({"recipes": "rowwise"}, "unknown option 'recipes'; did you mean 'recipe'"),
+        ({"max_autotune": True}, "Inductor option: give it as options={\"inductor\": {'max_autotune': ...}}"),
+        ({"triton.cudagraphs": True}, "is an Inductor option"),
+        ({"epilogue-fusion": True}, "is an Inductor option"),
+        ({"mode": "rowwise"}, "is an argument of torch.compile"),
         ({"recipe": "rowise"}, "unknown recipe 'rowise'; did you mean 'rowwise'"),
         ({"recipe": 3}, "recipe must be the name of one"),
         ({"select": "al"}, "unknown value of select: 'al'; did you mean 'all'"),

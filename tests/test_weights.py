@@ -742,11 +742,33 @@ def test_refresh_weights():
     for refresh in (
         lambda: f8fx.refresh_weights(model),
         lambda: f8fx.refresh_weights(f8),
+        lambda: f8fx.refresh_weights(model.parameters()),
+        lambda: f8fx.refresh_weights([nn.Linear(1, 1), model]),
+        lambda: f8fx.refresh_weights(model.state_dict().values()),  # the same memory
+        lambda: f8fx.refresh_weights([model.first.weight.view(-1)[16:]]),
         f8fx.refresh_weights,
     ):
-        hidden.mul_(2)  # unseen
+        before = infer(f8, x)
+        hidden.mul_(2)
+        assert torch.equal(infer(f8, x), before)  # unseen
         refresh()
         assert torch.equal(infer(f8, x), uncached_rows(model, x))
+
+
+def test_refresh_weights_refuses_what_has_no_weights():
+    model = Net()
+    for wrong, hint in (
+        (model.named_parameters(), "give .parameters"),
+        (model.state_dict(), "OrderedDict"),
+        (model.first.weight, "Parameter"),
+        ("first", "str"),
+        (3, "int"),
+    ):
+        with pytest.raises(TypeError, match=hint):
+            f8fx.refresh_weights(wrong)
+    for wrong in (None, [model], 3):
+        with pytest.raises(TypeError, match="takes a module"), f8fx.reuse_weights(wrong):
+            pass
 
 
 def test_an_input_that_is_inference_only_shares_memory_with_no_gradient():

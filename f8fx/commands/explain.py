@@ -93,6 +93,10 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explains a model and returns the exit code."""
     _check_target(args.target)
+    if args.html == "-":
+        raise UsageError("--html: give the name of a file; a page is not printed")
+    if args.html is not None and args.json is not None and Path(args.html) == Path(args.json):
+        raise UsageError(f"--json and --html: both would be written to {args.html!r}")
     for option in ("json", "html"):
         path = getattr(args, option)
         if path is not None and (option, path) != ("json", "-"):
@@ -254,12 +258,23 @@ def _function(spec: str) -> Callable[[], Any]:
         raise UsageError(f"the model must be given as package.module:function, got {spec!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    path = Path(module_name)
+    if path.is_file() or not all(part.isidentifier() for part in module_name.split(".")):
+        hint = (
+            f"; for the file {module_name} in its folder write {path.stem}:{name}"
+            if path.suffix == ".py"
+            else ""
+        )
+        raise UsageError(f"{module_name!r} is not the name of a module{hint}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"importing {module_name!r} failed: {error}") from None
         raise UsageError(f"there is no module {module_name!r} here or on the Python path") from None
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(f"importing {module_name!r} raised {type(error).__name__}") from None
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"module {module_name!r} has no function {name!r}")

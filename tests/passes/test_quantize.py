@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 
 import f8fx
+from f8fx import GemmSpec, QuantSpec, Recipe
 from tests.helpers import graph_after, randn
 
 
@@ -281,6 +282,26 @@ mul: f32[u0,48] = mul(unsqueeze, unsqueeze_1)
 mul_1: f32[u0,48] = mul(scaled_mm, mul)
 convert_element_type: bf16[u0,48] = prims.convert_element_type(mul_1, bf16)
 return [convert_element_type]""",
+        )
+
+    def test_scales_of_rows_with_e5m2_on_the_right(self):
+        """Torch's gemms that take vectors of scales take no such operand: it is given none of them."""
+        row, wide = QuantSpec("e4m3", "rowwise"), QuantSpec("e5m2", "rowwise")
+        mine = Recipe("mine", GemmSpec(row, wide), GemmSpec(row, wide), None)
+        args = randn(32, 32, grad=False), randn(48, 32, grad=False)
+        text = graph_after(F.linear, *args, recipe=mine, rowwise_scales="in_gemm")
+        self.assertExpectedInline(
+            text[text.index("full:") :],
+            """\
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+scaled_mm: bf16[32,48] = _scaled_mm(quantize, permute, full, full, None, None, bf16, False)
+unsqueeze: f32[32,1] = unsqueeze(reciprocal, 1)
+unsqueeze_1: f32[1,48] = unsqueeze(reciprocal_1, 0)
+mul: f32[32,48] = mul(unsqueeze, unsqueeze_1)
+convert_element_type: f32[32,48] = prims.convert_element_type(scaled_mm, f32)
+mul_1: f32[32,48] = mul(convert_element_type, mul)
+convert_element_type_1: bf16[32,48] = prims.convert_element_type(mul_1, bf16)
+return [convert_element_type_1]""",
         )
 
     def test_padding_rowwise(self):
