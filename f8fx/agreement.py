@@ -115,6 +115,6 @@ class _Graph(Matter):
     def missing(self, rank: int, others: str, seconds: float) -> str:
         return (
             f"f8fx: rank {rank} compiled a graph with {len(self.about) - 1} all-gathers over ranks {list(self.ranks)}, but "
-            f"rank {others} compiled no such graph within {seconds:.0f} s. If ranks do compile different graphs over one "
-            'group, options={"wire": "off"} leaves all gathers as they are'
+            f'rank {others} compiled no such graph within {seconds:.0f} s, or has options={{"wire": "off"}}. If ranks do '
+            "compile different graphs over one group, that option on all of them leaves all gathers as they are"
         )

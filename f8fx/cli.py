@@ -1,7 +1,7 @@
 """The command line: ``f8fx demo``, ``f8fx explain``, ``f8fx doctor``, ``f8fx --version``.
 
 Exit codes: 0 for success, 1 for a failure while running, 2 for a command line that asks for
-something that cannot be. The commands are in :mod:`f8fx.commands`.
+something that cannot be, 130 after Ctrl-C. The commands are in :mod:`f8fx.commands`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"\nf8fx {args.command}: interrupted", file=sys.stderr)
-        return 1
+        return 130
 
 
 def version() -> str:

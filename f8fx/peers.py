@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .options import Options
+from .recipe import PRESETS
 from .report import log
 from .sources import source_hash
 from .torch_private import local_part, process_store, process_store_read
@@ -71,5 +72,8 @@ def _in_words(options: Options) -> list[str]:
     values = dict(options.decision_key())
     if fn := options.filter_fn:
         values["filter_fn"] = getattr(fn, "uuid", None) or getattr(fn, "__qualname__", type(fn).__name__)
+    values |= {name: sorted(values[name]) for name in ("filter_fqns", "only_fqns")}  # a set has no order
+    if values["recipe"] == PRESETS.get(values["recipe"].name):
+        values["recipe"] = values["recipe"].name
     values |= {"torch": torch.__version__, "code of f8fx": source_hash()[:12]}
     return [f"{name}={value!r}" for name, value in values.items()]

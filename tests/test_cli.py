@@ -309,3 +309,12 @@ def test_explain_writes_json_and_html(capsys: Capture, user_module: str, tmp_pat
     assert "<html" in (tmp_path / "e.html").read_text()
     assert main(["explain", f"{user_module}:good", "--target", "h100", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+def test_interrupted(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("f8fx.demo.train.main", interrupt)
+    assert main(["demo", "--device", "cpu", "--executor", "eager"]) == 130
+    assert capsys.readouterr().err == "\nf8fx demo: interrupted\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -81,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
             ) from None
     if args.nproc is not None and not distributed.launched():
         return distributed.launch(args.argv, args.nproc)
+    if distributed.launched():
+        # Ctrl-C ends a rank that waits in a collective too, at once; whoever launched it says so
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return train.main(args)
     except FileNotFoundError as error:

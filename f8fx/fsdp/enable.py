@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 from weakref import ref
@@ -250,12 +251,18 @@ class _LoadWrapped:
 # -- ranks agree
 
 
+#: How many models of equal names and shapes have been enabled among the same ranks; all of these count alike.
+_MODELS: Counter[Any] = Counter()
+
+
 def _peers(weights: Iterable[Candidate], mesh: DeviceMesh | None) -> Peers:
     """The ranks that are to compile the model with the same options."""
     ranks: tuple[int, ...] = ()
     if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
         ranks = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
-    return Peers(ranks, tuple(f"{weight.fqn} {weight.shape}" for weight in weights))
+    model = tuple(f"{weight.fqn} {weight.shape}" for weight in weights)
+    _MODELS[ranks, model] += 1
+    return Peers(ranks, (*model, str(_MODELS[ranks, model])))
 
 
 def _agree(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,3 +62,49 @@ def test_a_rank_that_fails_ends_the_demo(tmp_path: Path):
     run = demo("--steps", "1", "--out", str(tmp_path / "out"))
     assert run.returncode == 1
     assert "IsADirectoryError" in run.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a look at processes")
+def test_ctrl_c_ends_all_ranks_at_once(tmp_path: Path):
+    """A terminal sends it to all processes of the command, while ranks train or wait for each other."""
+    command = [
+        sys.executable,
+        "-m",
+        "f8fx",
+        "demo",
+        "--nproc",
+        "2",
+        "--device",
+        "cpu",
+        "--smoke",
+        "--steps",
+        "500",
+    ]
+    run = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdout and any("FSDP2 over gloo" in line for line in run.stdout)
+    time.sleep(2)
+    start = time.monotonic()
+    os.killpg(run.pid, signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130 and said.count("interrupted") == 1
+    assert time.monotonic() - start < 20  # torchrun gives ranks that do not end 30 s
+    sessions = (
+        re.search(r"\) \w (?:\d+ ){2}(\d+)", _stat(path)) for path in Path("/proc").glob("[0-9]*/stat")
+    )
+    assert str(run.pid) not in [found[1] for found in sessions if found]
+
+
+def _stat(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it has ended
+        return ""

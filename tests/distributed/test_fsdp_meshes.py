@@ -117,6 +117,22 @@ def other_options_on_one_rank():
     assert found == 1 or found == 2
 
 
+def models_of_equal_shapes_one_after_the_other():
+    """With other options each, on all ranks: a comparison of recipes, say."""
+    with mock.patch.object(log, "warning") as warned:
+        for options in (
+            {},
+            {"save": "fast"},
+            {"recipe": "rowwise"},
+            {"only_fqns": {"up", "down", "gate", "q"}},
+        ):
+            recipe = options.get("recipe", "tensorwise")
+            model = Setup(recipe, world_mesh(), True, options=options, net={"depth": 1}).build()
+            loss_of(model(batch(0))).backward()
+            dist.barrier()
+    assert not [call for call in warned.call_args_list if "different options" in str(call)]
+
+
 def replicas_of_which_one_runs_alone():
     """Its first graph, too: it waits for nobody."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -296,6 +312,7 @@ def test_two_ranks():
         2,
         [
             other_options_on_one_rank,
+            models_of_equal_shapes_one_after_the_other,
             options_that_change,
             columns,
             offloaded,
