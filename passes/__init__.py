@@ -44,7 +44,7 @@ from .amaxes import Amaxes
 from .backward import backward_nodes
 from .bias import biases_in_gemms
 from .check import Known, check, signature
-from .choice import Choice, Convert, Skip, decision
+from .choice import EMPTY, Choice, Convert, Skip, decision
 from .collectives import Collectives, Wire
 from .concatenations import Concatenations
 from .describe import describe
@@ -200,7 +200,10 @@ class Pipeline:
             run("one_read", self.one_read, graph)
             run("amax_both", self.amax_both, graph)
         report.decisions = [decision(choice) for choice in choices]
-        rounded = unfolded(graph)
+        empty = {
+            choice.gemm.node for choice in choices if isinstance(choice, Skip) and choice.reason == EMPTY
+        }
+        rounded = unfolded(graph, empty)
         report.warnings = [_read_rounded(rounded, report.decisions)] if rounded else []
         report.target = _target_name(self.select, found)
         return report

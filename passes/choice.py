@@ -18,6 +18,7 @@ from .rewrite import RECOMPUTED
 ALIGNMENT = 16
 #: Why a matmul is left whose role the recipe has no float8 for.
 KEPT_BY_RECIPE = "kept in high precision by the recipe"
+EMPTY = "empty"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,10 +64,11 @@ def _target(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def kind(value: Any) -> str:
-    """dtype and sizes of a value: ``bf16[16,64]``."""
+def kind(value: Any, sizes: Sequence[Any] | None = None) -> str:
+    """dtype and sizes of a value: ``bf16[16,64]``; of a tensor by others than it has, if given."""
     if isinstance(value, torch.Tensor):
-        return f"{_SHORT.get(value.dtype, str(value.dtype))}{[*value.shape]}".replace(" ", "")
+        shown = [*value.shape] if sizes is None else [*sizes]
+        return f"{_SHORT.get(value.dtype, str(value.dtype))}{shown}".replace(" ", "")
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(kind(item) for item in value) + ")"
     return str(value)

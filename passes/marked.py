@@ -8,7 +8,7 @@ copy of its bytes (``relayout``). The matrices of experts are quantized below ea
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -105,16 +105,20 @@ def _marked(marker: fx.Node) -> dict[Hashable, tuple[fx.Node, fx.Node]]:
     return copies
 
 
-def unfolded(graph: fx.Graph) -> list[str]:
+def unfolded(graph: fx.Graph, empty: Collection[fx.Node] = ()) -> list[str]:
     """Names of the modules that read a marked tensor in high precision, one for each tensor read so.
 
     What they get is the float8 rounding of the tensor, since nothing else of it exists.
+
+    Args:
+        empty: matmuls of no rows, which read nothing.
     """
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or node in live or node.is_impure():
             live.add(node)
-            live.update(node.all_input_nodes)
+            if node not in empty:
+                live.update(node.all_input_nodes)
     names = []
     for node in graph.nodes:
         if node in live and node.target in ops.MARKERS:

@@ -23,7 +23,7 @@ from f8fx.recipe import QuantSpec, Recipe
 from f8fx.report import GemmInfo
 from f8fx.torch_private import size_hint, statically_true
 
-from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert, Skip
+from .choice import ALIGNMENT, EMPTY, KEPT_BY_RECIPE, Choice, Convert, Skip
 from .find import Found
 from .gemm import Gemm, Operand, Size, Unmatched
 from .left import UNEVEN
@@ -226,7 +226,7 @@ class Select:
     def _size_guard(self, gemm: Gemm) -> Skip | None:
         for size in (gemm.m, gemm.k, gemm.n):
             if statically_true(size == 0):
-                return Skip(gemm, "empty")
+                return Skip(gemm, EMPTY)
         if self.policy.pad == "never":
             for letter, size in (("k", gemm.k), ("n", gemm.n)):
                 if not is_aligned(size):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from f8fx.report import Traffic
-from f8fx.torch_private import c10d, group_ranks, process_group
+from f8fx.torch_private import c10d, group_ranks, process_group, size_hint
 
 from .describe import kind
 from .gather import all_gather
@@ -28,13 +28,16 @@ Sent = Mapping[Any, tuple[str, ...]]
 def gathers(graph: fx.Graph) -> Sent:
     """The all-gathers over each group, and the reductions that passes inserted, in graph order.
 
-    Shapes of gathered tensors are global: they are the same on all ranks, also where shards are not.
+    Shapes of gathered tensors are global: they are the same on all ranks, also where shards are not. A rank may have
+    compiled for any size, and another for the one at hand; so sizes are those of the call that is compiled for.
     """
     found: dict[Any, list[str]] = defaultdict(list)
     for node in graph.nodes:
         if node.target is all_gather or (node.target is all_reduce and "f8fx" in node.meta):
             name = node.target.overloadpacket.__name__
-            found[node.args[-1]].append(f"{name} {kind(node.meta['val'])}")
+            value = node.meta["val"]
+            sizes = [size if (hint := size_hint(size)) is None else hint for size in value.shape]
+            found[node.args[-1]].append(f"{name} {kind(value, sizes)}")
     return {group: tuple(texts) for group, texts in found.items()}
 
 

@@ -166,6 +166,16 @@ def check_batches_of_any_size():
     assert_same(*outputs)
 
 
+def check_one_rank_compiles_for_any_size():
+    """As after another model of the class, which that rank alone ran: collectives and sizes are the others'."""
+    model, x = parallel(Net(depth=1), tp_mesh()), randn(2, 16, 64, seed=dist.get_rank())
+    if dist.get_rank() == 0:
+        torch._dynamo.mark_dynamic(x, 0)
+    with recording() as reports:
+        compiled(model, dynamic=None)(x).sum().backward()
+    assert [gather.moved for gather in reports[0].gathers] == [True, True]
+
+
 def check_unequal_parts():
     """Of a vocabulary that the ranks do not divide: both leave the layer, where one alone could convert its part."""
     model = nn.ModuleDict({"norm": nn.RMSNorm(64), "head": nn.Linear(64, 97, bias=False)}).to(bf16)
