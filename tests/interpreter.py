@@ -130,7 +130,10 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Any], Any]:
     def apply(x: Any, *more: Any) -> Any:
         others = [y.handle.data if isinstance(y, tl.tensor) else y for y in more]
         values = function(x.handle.data, *others).astype(x.handle.data.dtype)
-        return tl.tensor(TensorHandle(values, x.handle.dtype), x.type)
+        blocks = any(isinstance(y, tl.tensor) and y.type.is_block() for y in (x, *more))
+        # x may be a number beside a block, or a block of one element
+        kind = tl.block_type(x.dtype, list(values.shape)) if blocks else x.type
+        return tl.tensor(TensorHandle(values, x.handle.dtype), kind)
 
     return apply
 

@@ -226,6 +226,18 @@ def test_generated_code_computes_the_definitions(recipe, tmp_path, monkeypatch):
                 assert torch.equal(a, b) or sqnr(b, a) > 25, (name, index, tuple(b.shape), sqnr(b, a))
 
 
+def test_a_power_of_a_number_is_as_large_as_the_exponent(tmp_path):
+    """The number is a block of one element; what the library gives is multiplied by a result for each row."""
+    x = torch.randn(64, 48)
+    graph = make_fx(lambda x: 1.5**x * x.amax(-1, keepdim=True), tracing_mode="fake")(x)
+    with codegen.h100():
+        code = codegen.generate(graph, is_backward=False).code
+    assert "libdevice.pow" in code
+    for results in run([Case(code, (x,), candidate) for candidate in range(3)], tmp_path):
+        assert isinstance(results, list), results
+        assert differing(results[0], graph(x)) == 0
+
+
 @pytest.mark.long
 def test_another_tuning_candidate_gives_the_same(tmp_path):
     """Of sizes that no block divides; grids and masks follow from the candidate."""
