@@ -80,6 +80,8 @@ def halves(
 ) -> tuple[list[fx.GraphModule], int]:
     """Forward and backward graph of a model after the passes (or without), and bytes saved between them.
 
+    Under ``torch.no_grad`` the one graph there is, which saves nothing.
+
     Args:
         dynamic: as of ``torch.compile``: whether sizes of inputs are symbols, and bytes are those of the sizes given.
     """
@@ -91,9 +93,12 @@ def halves(
         kernels=lambda device: parsed.kernels == "auto",
     )
     found: list[fx.GraphModule] = []
+    whole: list[fx.GraphModule] = []
     saved = 0
 
     def transform(graph: fx.Graph) -> None:
+        assert graph.owning_module is not None
+        whole.append(graph.owning_module)
         if float8:
             pipeline(graph)
         # as in Inductor's joint passes: an alias would be one more thing that the partitioner can save
@@ -102,6 +107,9 @@ def halves(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         nonlocal saved
         executor.compile_eager(gm, inputs, transform, lambda *graphs: found.extend(graphs), save=parsed.save)
+        if not found:
+            found.append(whole[0])
+            return gm.forward
         parameters = [index for index, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
         (output,) = gm.graph.find_nodes(op="output")
         given = found[0].graph.find_nodes(op="placeholder")
@@ -120,8 +128,8 @@ def of_any_size(tensors: Sequence[Any], dim: int) -> None:
         torch._dynamo.mark_dynamic(tensor, dim)
 
 
-def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
-    """Lowers one half for the stand-in H100; call inside :func:`h100`."""
+def generate(half: fx.GraphModule, is_backward: bool, is_inference: bool = False) -> Generated:
+    """Lowers one half, or the graph of inference, for the stand-in H100; call inside :func:`h100`."""
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.debug import DebugContext
@@ -141,13 +149,13 @@ def generate(half: fx.GraphModule, is_backward: bool) -> Generated:
     with V.set_fake_mode(mode), config.patch(patches):
         # one of Inductor's joint passes, which leaves tensors on the meta device as they are
         replace_random_passes(graph)
-        _recursive_post_grad_passes(graph, is_inference=False)
+        _recursive_post_grad_passes(graph, is_inference=is_inference)
         lowering = GraphLowering(
             graph,
             example_inputs=inputs,
             shape_env=mode.shape_env,
             is_backward=is_backward,
-            is_inference=False,
+            is_inference=is_inference,
         )
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), _recorded() as sources:
             lowering.run(*inputs)

@@ -150,8 +150,16 @@ class Definitions(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+def as_it_lies(x: Tensor) -> Tensor:
+    """A copy with the strides of x: ``clone`` makes what is not dense so."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+
 def halves(model, *inputs, precise, **options):
-    """Generated code of forward and backward with inputs, as a :class:`Case`, and what they should return."""
+    """Generated code of forward and backward with inputs, as a :class:`Case`, and what they should return.
+
+    Under ``torch.no_grad`` of the one graph of inference.
+    """
     graphs, _ = codegen.halves(model, *inputs, **options)
     generator = torch.Generator().manual_seed(0)
     known, expected = {}, []
@@ -166,13 +174,14 @@ def halves(model, *inputs, precise, **options):
     for graph in graphs:
         values = [value(node) for node in graph.graph.find_nodes(op="placeholder")]
         with torch.no_grad():
-            results = Definitions(graph).run(*(x.clone() for x in values))
+            results = Definitions(graph).run(*(as_it_lies(x) for x in values))
         (output,) = graph.graph.find_nodes(op="output")
         known |= {n.name: x for n, x in zip(output.args[0], results, strict=True) if isinstance(n, fx.Node)}
         expected.append((values, results))
     with codegen.h100(), torch._inductor.config.patch(emulate_precision_casts=precise):
         codes = [
-            codegen.generate(graph, backward).code for graph, backward in zip(graphs, (0, 1), strict=True)
+            codegen.generate(graph, is_backward=index > 0, is_inference=len(graphs) == 1).code
+            for index, graph in enumerate(graphs)
         ]
     return [(Case(code, values), want) for code, (values, want) in zip(codes, expected, strict=True)]
 
