@@ -129,10 +129,3 @@ def test_what_is_not_folded_is_said(options):
     args = (*quantized(w, 0), *quantized(w, 0)) if contracted else (*quantized(w, 2), *quantized(w, 1))
     report = report_of(marked_layer(False, contracted), randn(48, 32), *args, **OPTIONS | options)
     assert "read in high precision" in report.warnings[0]
-
-
-def test_no_rows_read_nothing():
-    """A rank without tokens: weights that no row is multiplied with are not read rounded."""
-    w = randn(4, 32, 32, grad=False)
-    report = report_of(marked_layer(False), randn(0, 32), *quantized(w, 2), *quantized(w, 1), **OPTIONS)
-    assert {decision.reason for decision in report.decisions} & {"empty"} and not report.warnings

@@ -312,6 +312,14 @@ class TestReadInHighPrecision:
 
         assert not self.warnings_of(f, randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
 
+    def test_a_matmul_of_no_rows(self):
+        """A rank without tokens: it reads nothing."""
+
+        def f(x, data, scale):
+            return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+        assert not self.warnings_of(f, randn(0, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(()))
+
     def test_a_matmul_that_is_not_converted(self):
         def f(x, data, scale):
             return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
