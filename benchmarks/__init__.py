@@ -12,7 +12,7 @@
  ``inference``      how fast are a prompt and steps of decoding?                           needed
  ``experts``        how fast are the experts of a mixture, as grouped matmuls?             needed
  ``train_1b``       does 1 B parameters learn in float8 as in bf16, and how fast?          needed
- ``compile_time``   what do the passes cost, by size of the graph and of a compile?        not used
+ ``compile_time``   what do the passes cost, by size of the graph and of a compile?        if any
  ``gpu``            all of the above and the GPU tests, within ten minutes                 needed
  ``calibrate``      what do measurements make of the cost model's constants?               not used
  ``headline``       the README's table from results                                        not used
@@ -21,7 +21,7 @@
  ``comm``           what would travel between ranks?                                       not used
 =================  =====================================================================  ========
 
-Those that need a GPU have ``--cpu-smoke``: tiny shapes on a CPU, to see that they run.
+Those that need a GPU, except ``gpu``, have ``--cpu-smoke``: tiny shapes on a CPU, to see that they run.
 Results are ``results/<date>-<device>-<name>.json``, stamped with the machine and the versions they
 were measured with. Numbers that were not measured do not go there.
 """

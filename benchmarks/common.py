@@ -253,12 +253,15 @@ class Recorder:
 # -- command lines --------------------------------------------------------------------------------
 
 
-def parser(doc: str | None, budget: float | None = None, smoke: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks share."""
+def parser(
+    doc: str | None, budget: float | None = None, smoke: bool = False, quick: bool = True
+) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share."""
     result = argparse.ArgumentParser(
         description=(doc or "").split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--quick", action="store_true", help="only the cases that say most")
+    if quick:
+        result.add_argument("--quick", action="store_true", help="only the cases that say most")
     result.add_argument("--fresh", action="store_true", help="do not go on from an interrupted run")
     result.add_argument("--results", type=Path, default=RESULTS, help="folder for results (%(default)s)")
     result.add_argument(

@@ -184,7 +184,7 @@ def on_record(part: Part, folder: Path, stamp: Mapping[str, Any]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, budget=BUDGET_S)
+    parser = common.parser(__doc__, budget=BUDGET_S, quick=False)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="parts to run")
     parser.add_argument("--archive", type=Path, help="also pack all results into this .tar.gz")
     args = parser.parse_args(argv)

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from f8fx import executor
 from f8fx.demo.model import DecoderBlock, DecoderConfig
-from f8fx.passes.find import backward_nodes
+from f8fx.passes.backward import backward_nodes
 from f8fx.torch_private import fake_tensor_mode
 
 _STREAM_RANK = 3  # the residual stream is the only 3-D input of a block

@@ -62,11 +62,14 @@ def checked(
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
     if not matters or not devices:
         return compiled
+    device = next(
+        (each for each in devices if each.type != "cpu"), devices[0]
+    )  # NCCL carries nothing on a CPU
 
     def run(*args: Any) -> Any:
         for matter in matters:
             if others := others_known(matter):
-                matter.compare(others, devices[0])
+                matter.compare(others, device)
         return compiled(*args)
 
     return run

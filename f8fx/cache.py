@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from torch import fx
 from .options import Options
 from .passes.parameters import KnownInputs
 from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
+from .records import store_json
 from .report import GraphReport, log
 from .sources import source_hash
 from .torch_private import group_backends, inductor_cache_dir, size_hint
@@ -130,7 +129,7 @@ def _record(key: CacheKey, kind: str = "") -> Path:
 def store_report(key: CacheKey, reports: list[GraphReport]) -> None:
     """Keeps what was decided for a graph, for later cache hits. Failing to is not an error."""
     if key.uuid is not None:
-        _store(_record(key), [report.to_dict() for report in reports])
+        store_json(_record(key), [report.to_dict() for report in reports])
 
 
 def has_report(key: CacheKey) -> bool:
@@ -139,16 +138,6 @@ def has_report(key: CacheKey) -> bool:
     Caches may be carried elsewhere without it (``torch.compiler.load_cache_artifacts``, remote caches).
     """
     return key.uuid is None or _record(key).exists()
-
-
-def _store(path: Path, data: Any) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(data, file)
-        os.replace(file.name, path)
-    except OSError as error:
-        log.debug("f8fx: could not keep the record of decisions: %s", error)
 
 
 def load_report(key: CacheKey, recipe: str) -> list[GraphReport]:
@@ -176,7 +165,7 @@ def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:
         for copies in inputs.copies
         for cast in copies.casts
     ]
-    _store(_record(key, "-weights"), {"casts": casts, "training": training})
+    store_json(_record(key, "-weights"), {"casts": casts, "training": training})
 
 
 def load_weights(key: CacheKey, candidates: WeightInputs) -> tuple[WeightInputs, bool] | None:

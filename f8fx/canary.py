@@ -33,8 +33,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 import threading
 import time
 import warnings
@@ -50,7 +48,7 @@ from torch import Tensor, fx
 from . import ops
 from .canary_cases import Case, Kind, cases, data, special
 from .hardware import of_device
-from .report import log
+from .records import store_json
 from .sources import source_hash
 from .torch_private import (
     Lowering,
@@ -336,11 +334,4 @@ def _load(device: torch.device) -> Verdict | None:
 
 
 def _store(device: torch.device, verdict: Verdict) -> None:
-    path = _path(device)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(verdict), file)
-        os.replace(file.name, path)
-    except OSError as error:
-        log.debug("f8fx: could not keep the result of the canaries: %s", error)
+    store_json(_path(device), asdict(verdict))

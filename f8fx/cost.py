@@ -3,7 +3,7 @@
 A float8 gemm is up to twice as fast as a bfloat16 one, but its operands must be quantized first, and
 that is memory traffic. A layer pays where what the gemms gain exceeds what the casts cost. Formulas
 are sympy expressions in ``M``, ``K``, ``N`` (of the *forward* gemm: input [M, K], weight [N, K]), so
-that a dynamic M gives a threshold instead of a guess; they are compiled once, and the results cached
+that any of them can be evaluated for many M, as thresholds (:mod:`passes.thresholds`) need; they are compiled once, and the results cached
 by shape.
 
 **Gemm** [m, k] x [k, n], following the roofline of torchao (``torchao/testing/training/roofline_utils``)
@@ -46,7 +46,7 @@ M, K, N = sympy.symbols("M K N", positive=True)
 
 TILE_ROWS = 128  #: rows of that tile
 TILE = TILE_ROWS * 256  #: elements of the output tile one multiprocessor works on (cuBLAS, CUTLASS on Hopper)
-MAX_M = 1 << 20  #: the largest M that :meth:`CostModel.threshold` looks at
+MAX_M = 1 << 20  #: the largest M that is looked at for a threshold
 
 
 @dataclass(frozen=True)

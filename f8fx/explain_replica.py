@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parallelized import dtensor_like
-from .parts import is_dtensor
-from .torch_private import is_fake, tree_leaves, tree_map
+from .parts import dtensor_like, is_dtensor
+from .torch_private import is_fake, local_tensor, tree_leaves, tree_map, uncompiled
 
 
 class ExplainError(RuntimeError):
@@ -80,7 +79,7 @@ class Replica:
         if id(tensor) in self.memo:
             return self.memo[id(tensor)]
         if tensor.device.type == "meta" and is_dtensor(tensor):
-            fake = dtensor_like(tensor, self._fake)
+            fake = dtensor_like(tensor, self._fake(local_tensor(tensor)).detach())
         elif tensor.device.type == "meta" or is_fake(tensor) or _made_in_inference_mode(tensor):
             # of this mode and no other; the fake of an inference tensor would be one, which no backward takes
             device = self.device if tensor.device.type == "meta" else tensor.device
@@ -136,10 +135,3 @@ def name_of(model: Callable[..., Any]) -> str:
     return (
         model.__class__.__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
     )
-
-
-def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
-    """The module or function inside ``torch.compile(...)``."""
-    for attribute in ("_orig_mod", "_torchdynamo_orig_callable"):
-        model = getattr(model, attribute, model)
-    return model

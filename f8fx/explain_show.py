@@ -28,12 +28,10 @@ class Group:
 
     Attributes:
         label: their common name, with ``*`` for the numbers of layers.
-        pattern: the same with ``*`` for every number.
         rows: the matmuls, at least one.
     """
 
     label: str
-    pattern: str
     rows: tuple[Row, ...]
 
     @property
@@ -49,10 +47,6 @@ class Group:
     @property
     def high_seconds(self) -> float:
         return sum(row.high_seconds or 0.0 for row in self.rows)
-
-    @property
-    def float8_seconds(self) -> float:
-        return sum(row.float8_seconds or 0.0 for row in self.rows)
 
     @property
     def why(self) -> str:
@@ -99,7 +93,7 @@ def grouped(rows: Iterable[Row], expand: bool = False) -> list[Group]:
         for members in ordered:
             split = sum(other[0].role == members[0].role for other in ordered) > 1
             label = name if expand else _label([row.fqn for row in members], split)
-            result.append(Group(label or "(no module)", pattern_of(name), tuple(members)))
+            result.append(Group(label or "(no module)", tuple(members)))
     return result
 
 
@@ -143,7 +137,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def print_explanation(explanation: Explanation, file: TextIO | None = None, expand: bool = False) -> None:
-    """See :meth:`f8fx.explain.Explanation.print`."""
+    """See :meth:`f8fx.explanation.Explanation.print`."""
     file = file or sys.stdout
     console = Console(file=file, highlight=False)
     if not console.is_terminal:

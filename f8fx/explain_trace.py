@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .explain_replica import ExplainError, Replica, name_of, uncompiled
+from .explain_replica import ExplainError, Replica, name_of
 from .explain_target import as_on_target
 from .graph_bytes import communicated_bytes, saved_bytes
 from .partition import Partitioner
@@ -37,6 +37,7 @@ from .torch_private import (
     fake_tensor_mode,
     flex_attention_with_gradients,
     min_cut_partition,
+    uncompiled,
     unlogged_fake_errors,
     unnoticed_by_dynamo,
 )

@@ -36,7 +36,6 @@ from .torch_private import (
     Lowering,
     Parts,
     express_min_max_as_where,
-    inductor_lowering,
     tune_graphs_of,
 )
 
@@ -48,7 +47,7 @@ def register() -> None:
     """Registers the lowerings with Inductor, once; the backend calls it before the first compile."""
     express_min_max_as_where()
     tune_graphs_of("f8fx")
-    table = inductor_lowering()
+    table = Lowering()
 
     def register_guarded(op: Any, fused: Callable[..., Any]) -> None:
         table.register(op, canary.guarded(table, op, fused))

@@ -71,7 +71,8 @@ class Options:
             and is ``"cached"`` in inference. In packages of AOTInductor both make
             Inductor cast weights when a package is loaded (:mod:`f8fx.ahead`).
         kernels: ``"auto"``: a Triton kernel of ours where it reads fewer bytes than Inductor's code would: rowwise
-            tensors that are in memory and wanted in both layouts (:mod:`passes.one_read`); ``"inductor"``: never.
+            tensors that are in memory and wanted in both layouts (:mod:`passes.one_read`), and amaxes of rows and columns
+            of what is computed (:mod:`passes.amax_both`); ``"inductor"``: never.
         strict: raise on an internal failure. Default: the graph falls back to plain Inductor with a
             warning.
         executor: ``"inductor"``, or ``"eager"``: same passes and partitioner, no code generation.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .torch_private import fake_store, local_tensor
+from .torch_private import fake_store
 from .wire import World
 
 #: Splits a model over a ``DeviceMesh`` of one dimension, in place or not.
@@ -60,15 +60,3 @@ def _without_data(model: nn.Module) -> nn.Module:
             nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
         )
     return copy.deepcopy(model, memo)
-
-
-def dtensor_like(tensor: Any, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """A DTensor that is split as another one, its local part made from that one's."""
-    return type(tensor).from_local(
-        make(local_tensor(tensor)).detach(),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )

@@ -24,3 +24,15 @@ def largest_part(tensor: Tensor) -> tuple[tuple[int, ...], bool]:
             even = even and sizes[dim] % count == 0
             sizes[dim] = -(-sizes[dim] // count)
     return tuple(sizes), even
+
+
+def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
+    """A DTensor that is split as another one, with a local part of its own."""
+    return type(tensor).from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

@@ -213,6 +213,7 @@ class GraphReport:
             [gather for report in reports for gather in report.gathers],
             [traffic for report in reports for traffic in report.traffic],
             warnings=[warning for report in reports for warning in report.warnings],
+            cached=all(report.cached for report in reports),
         )
         for report in reports:
             for name, seconds in report.pass_seconds.items():

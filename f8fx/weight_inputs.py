@@ -1,7 +1,7 @@
 """Graphs that take the float8 copies of their weights as inputs: ``weights="cached"`` and ``"reused"``.
 
 Which weights a graph casts, and how, only the passes know, on the graph that AOTAutograd makes. So
-a graph is traced twice: once to learn it (:func:`plan`), and once, with further inputs
+a graph is traced twice: once to learn it (:func:`candidates`), and once, with further inputs
 (:func:`extended`), to compile it. What is compiled is then called through :func:`wrapped`, which fetches
 the copies from :mod:`f8fx.weights`. Nothing of a copy is in the compiled code, so Inductor's caches,
 recompilations and CUDA graphs need to know nothing about them.

@@ -56,7 +56,7 @@ from typing import Any, Literal
 from torch import fx
 
 from f8fx.report import CollectiveDecision
-from f8fx.torch_private import group_backend, group_rank
+from f8fx.torch_private import carries_float8, group_backend, group_rank
 
 from . import fqn
 from .async_tp import expose_gemms
@@ -73,9 +73,6 @@ from .regather import Rewrite
 from .share import Share
 
 Wire = Literal["auto", "float8", "uint8", "off"]
-
-#: Backends that send float8 tensors.
-_SENDS_FLOAT8 = ("nccl", "fake")
 
 
 class Collectives:
@@ -106,7 +103,10 @@ class Collectives:
             decision: Move | Stay
             if self.wire == "off":
                 decision = Stay(gathered, 'wire="off"')
-            elif self.wire == "float8" and _backend(gathered) == "gloo":
+            elif (
+                self.wire == "float8"
+                and group_backend(gathered.group, gathered.shard.meta["val"].device) == "gloo"
+            ):
                 decision = Stay(
                     gathered, "gloo sends no float8", 'wire="float8"; "auto" and "uint8" send it as bytes'
                 )
@@ -124,11 +124,7 @@ class Collectives:
     def _sends_bytes(self, gathered: Gathered) -> bool:
         if self.wire != "auto":
             return self.wire == "uint8"
-        return _backend(gathered) not in _SENDS_FLOAT8
-
-
-def _backend(gathered: Gathered) -> str | None:
-    return group_backend(gathered.group, gathered.shard.meta["val"].device)
+        return not carries_float8(gathered.group, gathered.shard.meta["val"].device)
 
 
 def _erase_dead(graph: fx.Graph) -> None:

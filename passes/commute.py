@@ -136,7 +136,7 @@ def _decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move
     for reader in gathered.readers:
         for step in reader.steps:
             if step.kind == "unpad":
-                _check_padding(gathered, reader, step, rank_in)
+                _check_padding(gathered, step, rank_in)
     copies: dict[Hashable, Copy] = {}
     for reader in quantized:
         for scale, dim, use in _uses(reader):
@@ -169,7 +169,7 @@ def _name(node: fx.Node) -> str:
 _CUT = "the end of it is dropped, and may be more than padding"
 
 
-def _check_padding(gathered: Gathered, reader: Reader, step: Step, rank_in: RankIn) -> None:
+def _check_padding(gathered: Gathered, step: Step, rank_in: RankIn) -> None:
     """What an uneven shard is padded with may not count in its amax: it has to be zeros.
 
     Shards are padded to the size of the largest: what cuts more off is no unpadding, on any rank. Beyond that each

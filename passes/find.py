@@ -97,17 +97,18 @@ class Find:
     def __call__(
         self,
         graph: fx.Graph,
-        folded: Collection[fx.Node] = (),
+        done: Collection[fx.Node] = (),
         layers: Mapping[fx.Node, Gemm] = MappingProxyType({}),
     ) -> Found:
         """The matmuls.
 
         Args:
-            folded: batched matmuls that another stands in place of, which nothing reads (:mod:`passes.fold`).
+            done: batched matmuls that are dealt with: another stands in their place (:mod:`passes.fold`), or did and was
+                taken back.
             layers: batched matmuls of forwards that were seen as one and are left: they are not collected again, but
                 their gradients are known by them.
         """
-        return _Walk(graph, folded, layers, self.leave_activations, self.experts).run()
+        return _Walk(graph, done, layers, self.leave_activations, self.experts).run()
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ class _Walk:
     def __init__(
         self,
         graph: fx.Graph,
-        folded: Collection[fx.Node],
+        done: Collection[fx.Node],
         layers: Mapping[fx.Node, Gemm],
         leave_activations: bool,
         experts: bool,
     ) -> None:
         self.graph = graph
         self.experts = experts
-        self.folded = folded
+        self.done = done
         self.layers = layers
         self.backward = backward_nodes(graph)
         self.of_parameters = of_parameters(graph)
@@ -145,7 +146,7 @@ class _Walk:
         for node in self.graph.nodes:
             if node.op != "call_function":
                 continue
-            if node in self.folded:
+            if node in self.done:
                 self.batched[node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
             elif node in self.layers:
                 self._left_layer(self.layers[node])

@@ -188,7 +188,7 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
                     continue  # all slices of one reassembly are one step
                 pieces = step
         if step is None and moved in ([], ["reassemble"]):
-            step = _unpadded(node, user, steps)
+            step = _unpadded(user, steps)
         if step is None:
             gathered.others.append(user)
         else:
@@ -255,7 +255,7 @@ def _joined(head: tuple[fx.Node, ...], pieces: Sequence[fx.Node]) -> Step | None
     return Step("reassemble", (*head, *pieces, cat), dim % rank)
 
 
-def _unpadded(node: fx.Node, user: fx.Node, steps: tuple[Step, ...]) -> Step | None:
+def _unpadded(user: fx.Node, steps: tuple[Step, ...]) -> Step | None:
     """The step that drops the end of the gathered dimension."""
     dim = next((step.dim for step in steps if step.kind == "reassemble"), 0)
     if user.target is not aten.slice.Tensor or len(user.args) > 4 or user.kwargs:

@@ -208,8 +208,8 @@ class _GemmRewrite:
             scales = (one, one)
         elif spec.is_rowwise:
             scales = (
-                self._vector(left_scale, left, 0, 1, 1),
-                self._vector(right_scale, right, 1, 0, ALIGNMENT if self.conversion.pad_n else 1),
+                self._vector(left_scale, left, 0, 1),
+                self._vector(right_scale, right, 1, ALIGNMENT if self.conversion.pad_n else 1),
             )
         else:
             scales = (left_scale, right_scale)
@@ -224,7 +224,7 @@ class _GemmRewrite:
             product = insert(prims.convert_element_type.default, product, wanted)
         return product
 
-    def _vector(self, scale: fx.Node, data: fx.Node, dim: int, unit_dim: int, align: int) -> fx.Node:
+    def _vector(self, scale: fx.Node, data: fx.Node, dim: int, align: int) -> fx.Node:
         """A scale as ``_scaled_mm`` takes it beside a vector: ``[m, 1]`` or ``[1, n]``."""
         insert = self.insert
         if not shape_of(scale):
@@ -237,7 +237,7 @@ class _GemmRewrite:
             scale = insert(aten.constant_pad_nd.default, scale, [0, missing], 1.0)
         # not `unsqueeze`: Inductor gives size-1 dimensions strides that `_scaled_mm` rejects
         size = insert.size(scale, 0)
-        sizes, strides = ([size, 1], [1, 1]) if unit_dim == 1 else ([1, size], [size, 1])
+        sizes, strides = ([size, 1], [1, 1]) if dim == 0 else ([1, size], [size, 1])
         return insert(aten.as_strided.default, scale, sizes, strides)
 
     def _rescale(self, product: fx.Node, left: fx.Node, right: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -170,7 +170,7 @@ class Select:
         if not hardware.float8_dtypes:
             return Skip(gemm, f"no float8 tensor cores on {hardware.name}")
         if self.policy.select == "auto" and not hardware.float8_tensor_cores and not _is_float8(gemm):
-            hint = 'select="all" converts anyway, as an emulation' if hardware.float8_dtypes else ""
+            hint = 'select="all" converts anyway, as an emulation'
             return Skip(gemm, f"no float8 tensor cores on {hardware.name}", hint)
         for operand in (gemm.left, gemm.right):
             spec = self._operand_spec(gemm, operand)

@@ -192,6 +192,17 @@ def test_graphs_of_two_decisions_are_compared_in_each_call(ranks, calls):
     assert f"Collective 0 would be '{BEFORE[0]}' on this rank and '{MOVED[0]}' on another" in str(error)
 
 
+def test_graphs_are_compared_on_the_device_that_their_collectives_run_on(ranks, monkeypatch):
+    """NCCL carries nothing on a CPU, where the first input may be, a number say."""
+    for sends in (MOVED, BEFORE):
+        assert ranks(*[sending(*sends, timeout=LONG)] * 3) == [None] * 3
+    devices = []
+    monkeypatch.setattr(_Graph, "compare", lambda self, others, device: devices.append(device.type))
+    inputs = [torch.ones(1), torch.ones(1, device="meta")]
+    ranks(Calling(checked(lambda x: x, sending(*MOVED).traffic, inputs)))
+    assert devices == ["meta"]
+
+
 def test_what_other_processes_agreed_on_before_is_not_compared(ranks, calls, monkeypatch):
     call, asked, _ = calls
     for sends in (MOVED, BEFORE):

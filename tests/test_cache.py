@@ -14,6 +14,8 @@ import f8fx
 import f8fx.hardware
 from f8fx.cache import CacheKey
 from f8fx.passes import Pipeline
+from f8fx.records import store_json
+from f8fx.report import GraphReport
 from tests.helpers import bf16, randn
 from tests.processes import printed_by
 
@@ -324,3 +326,22 @@ def test_pipeline_has_no_state_outside_its_key():
 
         joint_graphs(F.linear, randn(16, 32), randn(48, 32), transform=transform)
     assert texts[0] == texts[1]
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path):
+    """And nothing of the attempt stays behind."""
+    path = tmp_path / "f8fx" / "record.json"
+    store_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        store_json(path, {"a": object()})
+    (tmp_path / "file").write_text("")
+    store_json(tmp_path / "file" / "record.json", {"a": 2})  # no folder can be made there, which is no error
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+
+
+def test_one_report_of_a_graph_and_its_regions_is_cached_if_all_are():
+    parts = [GraphReport("tensorwise", cached=True), GraphReport("tensorwise", cached=True)]
+    assert GraphReport.merged(parts)[0].cached
+    parts[1].cached = False
+    assert not GraphReport.merged(parts)[0].cached

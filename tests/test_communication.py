@@ -373,6 +373,8 @@ def test_plans_that_cannot_be():
 
 
 def test_a_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", f"{__name__}:feed_forward", "--parallelize", "split", "--world", "4x2"]) == 2
+    assert "--parallelize must be given as package.module:function, got 'split'" in capsys.readouterr().err
     command = ["explain", f"{__name__}:feed_forward", "--parallelize", f"{__name__}:split", "--world", "4x2"]
     assert main([*command, "--select", "all"]) == 0
     assert "in the graph" in capsys.readouterr().out

@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     world = _world(args)
     options = {**_backend_options(args), **_options_of_world(args, world)}
     function = _function(args.model)
-    options["parallelize"] = _function(args.parallelize) if args.parallelize is not None else None
+    parallelize = args.parallelize
+    options["parallelize"] = None if parallelize is None else _function(parallelize, "--parallelize")
     try:
         made = function()
     except Exception as error:
@@ -251,11 +252,15 @@ def _world(args: argparse.Namespace) -> World | None:
     return mesh
 
 
-def _function(spec: str) -> Callable[[], Any]:
-    """The function that ``package.module:function`` names; the current folder is searched too."""
+def _function(spec: str, what: str = "the model") -> Callable[..., Any]:
+    """The function that ``package.module:function`` names; the current folder is searched too.
+
+    Args:
+        what: is given so, for errors.
+    """
     module_name, colon, name = spec.partition(":")
     if not (module_name and colon and name):
-        raise UsageError(f"the model must be given as package.module:function, got {spec!r}")
+        raise UsageError(f"{what} must be given as package.module:function, got {spec!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     path = Path(module_name)

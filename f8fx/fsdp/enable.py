@@ -16,10 +16,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from f8fx.options import Options
+from f8fx.parts import dtensor_like
 from f8fx.peers import Peers
 from f8fx.recipe import Recipe
 from f8fx.report import log
-from f8fx.torch_private import key_local_tensors, local_tensor, pre_hooks, storage_key
+from f8fx.torch_private import (
+    group_backend,
+    key_local_tensors,
+    local_part,
+    local_tensor,
+    pre_hooks,
+    storage_key,
+)
 
 from .copies import Copies, Wanted
 from .formats import Format
@@ -175,19 +183,7 @@ def _wrapped(tensor: Tensor, weight: WeightScales) -> Tensor:
     """The tensor, its local part a :class:`Float8Shard` on the same memory."""
     if not isinstance(tensor, DTensor):
         return Float8Shard(tensor, weight)
-    local = Float8Shard(local_tensor(tensor).detach(), weight)
-    return _with_local(tensor, local)
-
-
-def _with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return dtensor_like(tensor, Float8Shard(local_tensor(tensor).detach(), weight))
 
 
 class _SavePlain:
@@ -201,13 +197,13 @@ class _SavePlain:
         value = state_dict.get(key)
         if isinstance(value, nn.Parameter):
             return  # keep_vars=True asks for the parameters themselves
-        local = local_tensor(value) if isinstance(value, DTensor) else value
+        local = local_part(value)
         if not isinstance(local, Float8Shard):
             return
         if isinstance(value, DTensor):
             local.weight.copies.stays_in_memory(local)
         plain = _counted(local, getattr(module, self.name)).detach()
-        state_dict[key] = _with_local(value, plain) if isinstance(value, DTensor) else plain
+        state_dict[key] = dtensor_like(value, plain) if isinstance(value, DTensor) else plain
 
 
 def _counted(local: Float8Shard, param: Tensor) -> Tensor:
@@ -216,7 +212,7 @@ def _counted(local: Float8Shard, param: Tensor) -> Tensor:
     They share a version counter only if one is a view of the other, and what was made of the parameter on
     its way into a state dict is none.
     """
-    own = local_tensor(param) if isinstance(param, DTensor) else param
+    own = local_part(param)
     if not isinstance(own, Float8Shard) or own.shape != local.shape:
         return local.plain
     if storage_key(own.plain) == storage_key(local.plain):
@@ -241,7 +237,7 @@ class _LoadWrapped:
         value = state_dict.get(key)
         if not metadata.get("assign_to_params_buffers", False) or not isinstance(value, Tensor):
             return
-        local = local_tensor(value) if isinstance(value, DTensor) else value
+        local = local_part(value)
         if not isinstance(local, Float8Shard):
             wrapped = _wrapped(value.detach(), self.weight)
             is_param = isinstance(value, nn.Parameter)
@@ -278,7 +274,10 @@ def _agree(
     text = repr((how, list(decisions)))
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     if mesh is None:
-        kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+        world: Any = dist.group.WORLD
+        accelerator = torch.accelerator.current_accelerator()
+        without_cpu = accelerator is not None and not group_backend(world.group_name, torch.device("cpu"))
+        kind = accelerator.type if accelerator is not None and without_cpu else "cpu"
         groups: list[Any] = [None]
     else:
         kind, groups = mesh.device_type, mesh.get_all_groups()

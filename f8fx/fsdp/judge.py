@@ -12,7 +12,7 @@ from f8fx import hardware
 from f8fx.options import Options
 from f8fx.parts import largest_part
 from f8fx.passes.left import UNEVEN
-from f8fx.torch_private import local_tensor
+from f8fx.torch_private import local_part
 
 from .experts import contracted, may_be_experts, why_no_grouped_gemm
 from .formats import Format, formats_of
@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def local(self) -> Tensor:
-        return local_tensor(self.param) if isinstance(self.param, DTensor) else self.param
+        return local_part(self.param)
 
     @property
     def shape(self) -> tuple[int, ...]:

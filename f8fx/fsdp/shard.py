@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from f8fx.torch_private import (
+    carries_float8,
     disabled_torch_function,
     gives_views,
     is_composite,
-    local_tensor,
+    local_part,
     storage_key,
     tree_leaves,
     tree_map,
@@ -264,7 +263,7 @@ class Float8Shard(torch.Tensor):
         copies.present = chosen
         self.weight.manager.gathered()
         if out is not None:
-            target = local_tensor(out) if isinstance(out, DTensor) else out
+            target = local_part(out)
             if not isinstance(target, Float8Weight):
                 raise RuntimeError(f"f8fx.fsdp: FSDP2 handed back {type(target)} for {self.weight.fqn!r}")
             target.arrived(scales)
@@ -286,7 +285,7 @@ def _wire_dtype(wire: str, mesh: DeviceMesh) -> torch.dtype | None:
     """The dtype of what is sent, ``None`` for float8 itself."""
     if wire == "uint8":
         return torch.uint8
-    native = "nccl" in str(dist.get_backend(mesh.get_group()))
+    native = carries_float8(mesh.get_group().group_name, torch.device(mesh.device_type))
     if wire == "float8" and not native:
         raise ValueError('f8fx.fsdp: wire="float8" needs NCCL; other backends carry float8 as wire="uint8"')
     return None if native else torch.uint8

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8fx.torch_private import local_tensor
+from f8fx.torch_private import local_part
 
 
 @cache
@@ -26,7 +25,7 @@ def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
     from .shard import Float8Shard
 
     locals_ = (
-        local_tensor(param) if isinstance(param, DTensor) else param
+        local_part(param)
         for group in optimizer.param_groups
         for param in group["params"]
         if param.requires_grad or param.grad is not None  # else no optimizer writes to it

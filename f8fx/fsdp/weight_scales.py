@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from f8fx.torch_private import local_tensor, version_counter
+from f8fx.torch_private import local_part, version_counter
 
 from .amaxes import Reduced
 from .copies import Copies
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def _shard_of(param: Tensor) -> Float8Shard | None:
     from .shard import Float8Shard
 
-    local = local_tensor(param) if isinstance(param, DTensor) else param
+    local = local_part(param)
     return local if isinstance(local, Float8Shard) else None
 
 

@@ -19,6 +19,8 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``inductor`` | Inductor around a compile |
 | ``lowering`` | Inductor's lowerings and IR |
 | ``pointwise`` | Inductor's values as expressions |
+| ``realizing`` | what Inductor writes to memory rather than compute it again |
+| ``tuned_graphs`` | Inductor's options for graphs with certain operators |
 | ``scheduling`` | Inductor's scheduler: kernels that share a launch, and what may be fused |
 | ``combining``, ``live_bytes`` | Inductor's scheduler: which kernels share a launch, and memory |
 | ``patch`` | attributes replaced for the length of a block |
@@ -38,6 +40,7 @@ from .devices import busy_wait, is_present
 from .distributed import (
     assert_on_device,
     c10d,
+    carries_float8,
     fake_store,
     group_backend,
     group_backends,
@@ -63,6 +66,7 @@ from .dynamo import (
     mark_stock_wrappers,
     modules_on_stack,
     opens_autocast,
+    uncompiled,
     unnoticed_by_dynamo,
     untraced,
 )
@@ -100,7 +104,6 @@ from .inductor import (
 from .lowering import (
     Lowering,
     Parts,
-    inductor_lowering,
 )
 from .patch import patched_attribute
 from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function
@@ -152,6 +155,7 @@ __all__ = [
     "boxed",
     "busy_wait",
     "c10d",
+    "carries_float8",
     "cause_of",
     "check_version",
     "compile_fx_module",
@@ -181,7 +185,6 @@ __all__ = [
     "inductor_cache_dir",
     "inductor_cache_hits",
     "inductor_config",
-    "inductor_lowering",
     "inductor_mode_options",
     "inductor_modes",
     "inductor_option_type",
@@ -232,6 +235,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tune_graphs_of",
+    "uncompiled",
     "unlogged_fake_errors",
     "unnoticed_by_dynamo",
     "untraced",

@@ -89,6 +89,11 @@ def group_backend(group: Any, device: torch.device) -> str | None:
     return config.get_device_backend_map().get(device.type)
 
 
+def carries_float8(group: Any, device: torch.device) -> bool:
+    """Whether a group's collectives take float8 tensors on a device: NCCL's do; gloo's raise. On paper all do."""
+    return group_backend(group, device) in ("nccl", "fake")
+
+
 def group_backends() -> list[str]:
     """Backends of all process groups (``distributed_c10d._world.pg_map``); none where there are none.
 

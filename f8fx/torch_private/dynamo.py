@@ -202,3 +202,10 @@ def mark_stock_wrappers(mark: Callable[[], Any]) -> Callable[[], None]:
 
     wrapper.__init__ = __init__
     return undo
+
+
+def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The module or function inside ``torch.compile(...)``: ``_orig_mod``, ``_torchdynamo_orig_callable``."""
+    for attribute in ("_orig_mod", "_torchdynamo_orig_callable"):
+        model = getattr(model, attribute, model)
+    return model

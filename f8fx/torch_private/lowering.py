@@ -330,8 +330,3 @@ def _with_warps(kernel: Any, warps: tuple[int, ...]) -> Any:
     from triton import Config, autotune
 
     return autotune(configs=[Config({}, num_warps=number) for number in warps], key=[])(kernel)
-
-
-def inductor_lowering() -> Lowering:
-    """See :class:`Lowering`."""
-    return Lowering()

@@ -75,10 +75,14 @@ def world_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def batch(step: int, rank: int = 0, rows: int = 16) -> Tensor:
-    """[rows, DIM], its own for each step and rank."""
+def batch(step: int, rank: int = 0, rows: int = 16, grad: bool = True) -> Tensor:
+    """[rows, DIM], its own for each step and rank.
+
+    Args:
+        grad: it wants a gradient, as what the blocks behind the first one read does: all blocks are then one graph.
+    """
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(rows, DIM, generator=generator).to(bf16)
+    return torch.randn(rows, DIM, generator=generator).to(bf16).requires_grad_(grad)
 
 
 def loss_of(y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
@@ -56,14 +57,17 @@ def other_data_on_every_rank(
     """
     rank = dist.get_rank()
     for recipe in recipes:
+        whole_model = Setup(recipe, net={"depth": 1}).build()
+        model = Setup(recipe, world_mesh(), float8=True, net={"depth": 1}).build()
+        starts = [copy.deepcopy(each.state_dict()) for each in (model, whole_model)]
         for name in optimizers:
-            make, net = OPTIMIZERS[name], {"depth": 1}
-            model = Setup(recipe, world_mesh(), float8=True, net=net).build()
+            for each, start in zip((model, whole_model), starts, strict=True):
+                each.load_state_dict(start)
+            make = OPTIMIZERS[name]
             with collectives() as sent:
                 sharded = train(model, steps, make(model.parameters()), rank=rank)
             assert any(call.dtype == torch.uint8 for call in sent)
-            model = Setup(recipe, net=net).build()
-            alone = microbatches(model, make(model.parameters()), rank, steps)
+            alone = microbatches(whole_model, make(whole_model.parameters()), rank, steps)
             assert_same(sharded, alone, f"{recipe}, {name}: FSDP2, one process in microbatches")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +32,6 @@ from tests.distributed.models import (
 from tests.distributed.sent import Sent, collectives
 from tests.helpers import Block, bf16
 from tests.long import with_long
-
-ROWWISE = ("rowwise", "rowwise_with_gw_hp")
 
 
 def gathered(sent: Sequence[Sent]) -> int:
@@ -69,7 +68,7 @@ def in_blocks(model: nn.Module) -> int:
 
 def each_half_gathers_its_copy() -> None:
     """From the second step on; the first carries both, as many bytes as in bf16."""
-    for recipe in ROWWISE:
+    for recipe in with_long(("rowwise",), "rowwise_with_gw_hp"):
         runs = {}
         for copies in (None, "auto", "both"):
             enable = {} if copies is None else {"copies": copies}
@@ -188,9 +187,9 @@ def checkpointing_reads_the_forwards_copy_again() -> None:
     """In a compiled graph, which is found when it is split, and around one, which is seen when it runs."""
     _reads_it_in_the_backward_too("in a graph", by_f8fx, Checkpointed)
     _reads_it_in_the_backward_too("around one", by_f8fx, Checkpointed, inside=True)
-    _reads_it_in_the_backward_too(
-        "reentrant", by_f8fx, lambda block: Checkpointed(block, reentrant=True), inside=True
-    )
+    for reentrant in with_long((), True):
+        wrap = functools.partial(Checkpointed, reentrant=reentrant)
+        _reads_it_in_the_backward_too("reentrant", by_f8fx, wrap, inside=True)
 
 
 def what_f8fx_did_not_compile_may_read_it_again() -> None:
@@ -200,7 +199,7 @@ def what_f8fx_did_not_compile_may_read_it_again() -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of reads that round
-        for compiled in (by_another, by_nothing, for_cuda_graphs):
+        for compiled in with_long((by_nothing, for_cuda_graphs), by_another):
             models = [build(copies, compiled) for copies in ("both", "auto")]
             (counts, both), (seen, auto) = map(steps, models)
             assert_same(both, auto)

@@ -15,7 +15,7 @@ from torch import nn
 
 from f8fx.fsdp import enable_float8_all_gather
 from f8fx.fsdp.formats import Format
-from f8fx.fsdp.shard import Float8Shard
+from f8fx.fsdp.shard import Float8Shard, _wire_dtype
 from f8fx.fsdp.weight import Float8Weight
 from f8fx.torch_private import fake_store
 from tests.helpers import Block, bf16
@@ -191,3 +191,28 @@ def test_what_was_gathered_is_not_written_to(name, two_ranks):
     weight = Float8Weight((data,), (torch.ones(()),), (form,), bf16, "gate.weight")
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"would change 'gate\.weight'"):
         GATHERED_WRITES[name](weight)
+
+
+@pytest.mark.parametrize(
+    ("backend", "on_cpu", "on_cuda"),
+    [("cpu:gloo,cuda:nccl", False, True), ("nccl", False, True), ("gloo", False, False)],
+)
+def test_what_carries_float8_is_asked_of_the_device(monkeypatch, backend, on_cpu, on_cuda):
+    """A group that was made without a backend has one for each device."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=2)
+    try:
+        meshes = [DeviceMesh("cpu", [0, 1], _init_backend=False) for _ in range(2)]
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
+        for mesh, native in zip(meshes, (on_cpu, on_cuda), strict=True):
+            mesh._device_type = "cuda" if mesh is meshes[1] else "cpu"
+            monkeypatch.setattr(mesh, "get_group", lambda: dist.group.WORLD)
+            assert (_wire_dtype("auto", mesh) is None) == native
+            if native:
+                assert _wire_dtype("float8", mesh) is None
+            else:
+                with pytest.raises(ValueError, match="needs NCCL"):
+                    _wire_dtype("float8", mesh)
+    finally:
+        dist.destroy_process_group()
