@@ -14,8 +14,6 @@ import f8fx
 from f8fx import ops
 from tests.helpers import Block, bf16, compiled, joint_graphs, randn
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
 
 def is_scale(node: fx.Node) -> bool:
     """Whether a node is a scale that a pass computed, or the reciprocal of one, which the gemms take."""
@@ -83,7 +81,12 @@ def saved(
     return result
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.long)]
+)
+
+
+@every_recipe
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointing_saves_no_more_bytes_than_bf16(mode, recipe):
     high, float8 = saved(mode, None), saved(mode, recipe)
@@ -91,7 +94,7 @@ def test_checkpointing_saves_no_more_bytes_than_bf16(mode, recipe):
     assert sum(high.values()) < sum(saved("none", None).values())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_recipe
 def test_checkpointing_saves_scales(recipe):
     """The forward's seven or so operands of each block: 4 bytes for a tensor, or for each row of it."""
     found = saved("full", recipe, scales=True)
@@ -119,7 +122,7 @@ class Reused(nn.Module):
         ("rowwise", "in_gemm"),
         ("rowwise", "torchao"),
         ("rowwise", "after"),
-        ("rowwise_with_gw_hp", "in_gemm"),
+        pytest.param("rowwise_with_gw_hp", "in_gemm", marks=pytest.mark.long),
         pytest.param("rowwise_with_gw_hp", "torchao", marks=pytest.mark.long),
         pytest.param("rowwise_with_gw_hp", "after", marks=pytest.mark.long),
     ],
@@ -130,14 +133,12 @@ def test_casts_shared_between_regions_are_not_saved(recipe, rowwise_scales):
     assert sum(float8.values()) <= sum(high.values()), float8
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@every_recipe
 def test_selective_checkpointing_saves_the_matmuls_results_and_no_casts(recipe):
     assert all("quantize" not in name and "amax" not in name for name in saved("selective", recipe))
 
 
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.long)]
-)
+@every_recipe
 @pytest.mark.parametrize("budget", [0.0, 0.5])
 def test_memory_budget_is_kept(budget, recipe):
     """The budget is a share of what is saved without one; float8 stays below that of bf16."""
@@ -193,9 +194,7 @@ def test_no_half_makes_a_layout_that_it_does_not_read():
         pytest.param("selective", "fast", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.long)]
-)
+@every_recipe
 def test_checkpointed_gradients_are_those_without(mode, recipe, save):
     torch.manual_seed(0)
     plain, checkpointed = Net("none").to(bf16), Net(mode).to(bf16)

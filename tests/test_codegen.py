@@ -175,9 +175,9 @@ def test_code_for_hopper_is_generated_for_every_recipe(recipe):
     ("module", "recipe"),
     [
         (NormLinearSigmoid, "tensorwise"),
-        (GateUp, "rowwise_with_gw_hp"),
+        pytest.param(GateUp, "rowwise_with_gw_hp", marks=pytest.mark.long),
         (GateUp, "rowwise"),
-        (QueryKeyValue, "rowwise"),
+        pytest.param(QueryKeyValue, "rowwise", marks=pytest.mark.long),
     ],
 )
 def test_code_for_hopper_is_generated_for_sizes_that_change(module, recipe):

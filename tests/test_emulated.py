@@ -27,6 +27,7 @@ from f8fx.passes import amaxes
 from f8fx.recipe import PRESETS
 from tests.emulated import Case, multiplied
 from tests.helpers import Block, bf16, sqnr
+from tests.long import with_long
 from tests.random_nets import random_case
 
 pytest.importorskip("triton")
@@ -133,10 +134,10 @@ MORE = {
         "a decoder's block": (decoder_block, (2, 13, 64), {}, True),
         "parts in memory": (Fused, (2, 24, 64), {}, True),
         "one gradient of two layers": (OneGradient, (48, 64), {}, False),
-        "norms of heads": (Heads, (2, 24, 64), {}, True),
         "merged layers of parts": (Parallel, (48, 64), {}, False),
         "as users run it": AS_USERS_RUN_IT,
-        "biases, as users run them": (Gelu, (2, 24, 64), {}, False),
+        **dict(with_long((), ("norms of heads", (Heads, (2, 24, 64), {}, True)))),
+        **dict(with_long((), ("biases, as users run them", (Gelu, (2, 24, 64), {}, False)))),
     },
 }
 

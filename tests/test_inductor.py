@@ -96,7 +96,7 @@ def test_merged_gemms(recipe, save):
         assert sqnr(want, generated[name]) > 25, name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
 def test_generated_code_agrees_with_eager(recipe):
     """Odd sizes, so that padding, slicing and ragged contraction go through code generation too.
 

@@ -37,6 +37,7 @@ from tests.distributed.models import (
 from tests.distributed.sent import collectives
 from tests.distributed.test_fsdp import other_data_on_every_rank
 from tests.helpers import bf16
+from tests.long import with_long
 
 
 def compare(build: Callable[[bool], nn.Module], what: str, reductions: int = 2) -> None:
@@ -56,7 +57,7 @@ def compare(build: Callable[[bool], nn.Module], what: str, reductions: int = 2) 
 
 def hsdp():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in with_long(("tensorwise",), "rowwise"):
         compare(lambda float8, recipe=recipe: Setup(recipe, mesh, float8).build(), f"hsdp {recipe}")
 
 
@@ -89,7 +90,7 @@ def tensor_parallel(float8: bool, recipe: str, **options: Any) -> Net:
 
 def fsdp_and_tensor_parallel():
     """The scale of a local part is its own, as it is where a graph quantizes that part."""
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in with_long(("tensorwise",), "rowwise"):
         compare(lambda float8, recipe=recipe: tensor_parallel(float8, recipe), f"2-D {recipe}")
 
 
@@ -199,7 +200,7 @@ def columns():
     def placement(parameter):
         return Shard(1) if parameter.dim() == 2 else Shard(0)
 
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in with_long(("rowwise",), "tensorwise"):
         shard = {"shard_placement_fn": placement}
         compare(
             lambda float8, recipe=recipe, shard=shard: Setup(
@@ -242,12 +243,12 @@ def uneven_parts():
 
 def replicated():
     """Every rank holds every weight: nothing is gathered, and FSDP2 is handed the mesh of the copies."""
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in with_long(("tensorwise",), "rowwise"):
         results = []
         for float8 in (False, True):
             torch.manual_seed(0)
             torch._dynamo.reset()
-            model = Net().to(bf16)
+            model = Net(depth=1).to(bf16)
             if float8:
                 enable_float8_all_gather(model, recipe, filter_fqns=["head"])
             model.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe})
@@ -301,7 +302,7 @@ def test_four_ranks():
 
 
 def test_three_ranks():
-    run_checks(3, [uneven, amaxes_before_the_first_forward, inference_alone])
+    run_checks(3, [uneven, amaxes_before_the_first_forward, *with_long((), inference_alone)])
 
 
 def test_two_ranks():

@@ -29,6 +29,7 @@ from tests.distributed.models import OPTIONS
 from tests.distributed.sent import InGraph, collectives
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled, randn
+from tests.long import with_long
 
 
 class FeedForward(nn.Module):
@@ -452,7 +453,7 @@ def check_fsdp2_weights_and_sequence_parallel_activations():
 
 
 MESH_CHECKS = [
-    check_sequence_parallel_over_four,
+    *with_long((), check_sequence_parallel_over_four),
     check_fsdp2_weights_and_sequence_parallel_activations,
     check_strided_shards,
     check_weights_over_one_dimension_and_activations_over_the_other,

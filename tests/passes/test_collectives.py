@@ -1002,7 +1002,8 @@ def test_stays_when_float8_has_no_fewer_bytes():
 
 
 def test_stays_where_gloo_was_asked_to_send_float8(monkeypatch):
-    monkeypatch.setattr("f8fx.passes.collectives.group_backend", lambda group, device: "gloo")
+    for module in ("f8fx.passes.collectives", "f8fx.torch_private.distributed"):
+        monkeypatch.setattr(f"{module}.group_backend", lambda group, device: "gloo")
 
     def f(x, w):
         return x @ gather(w).t()
