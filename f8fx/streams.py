@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def current(device: torch.device) -> torch.Stream | None:
-    """The stream that runs what is called now; ``None`` on a CPU, which has none."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    """The stream that runs what is called now; ``None`` on a CPU, which has none, and for tensors without data."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
 def capturing() -> bool:

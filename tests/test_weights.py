@@ -735,6 +735,21 @@ def test_only_a_module_that_is_sharded_makes_weights_unwatchable():
         assert weights.refusal(weight) is None
 
 
+@pytest.mark.parametrize("way", ["cached", "reused"])
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_without_data(way, training):
+    """A model on the meta device, whose sizes somebody wants to know."""
+    model = Net().to("meta").requires_grad_(training)
+    call = compiled(model, weights=way)
+    for _ in range(2):
+        x = torch.empty(16, 32, dtype=bf16, device="meta", requires_grad=training)
+        y = call(x)
+    assert y.is_meta and y.shape == (16, 32)
+    if training:
+        y.sum().backward()
+        assert x.grad.is_meta
+
+
 def test_refresh_weights():
     model, x = Net().requires_grad_(False), x16()
     hidden = torch._C.TensorBase.data.__get__(model.first.weight)
