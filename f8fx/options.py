@@ -5,7 +5,6 @@ Every key and value is validated here and nowhere else; the rest of f8fx sees an
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from . import hardware
 from .hardware import Hardware
+from .nearest import did_you_mean
 from .partition import Save
 from .passes import Pipeline
 from .passes.collectives import Wire
@@ -178,8 +178,7 @@ def _unknown(what: str, value: object, allowed: Iterable[str | None]) -> str:
     allowed = list(allowed)
     known = sorted(map(str, allowed))
     names = sorted(name for name in allowed if name is not None)
-    near = difflib.get_close_matches(str(value).lower(), names, n=2, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    hint = did_you_mean(str(value).lower(), names, 2)
     return f"unknown {what} {value!r}{hint} (known: {', '.join(known)})"
 
 
@@ -250,8 +249,7 @@ def _inductor(value: Any) -> Mapping[str, Any]:
     for key, given in value.items():
         name = str(key).replace("-", "_")  # as torch.compile(options=...) has it
         if name not in known:
-            near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = did_you_mean(name, known, 3)
             raise OptionError(f"unknown Inductor option {key!r}{hint}")
         wanted = inductor_option_type(name)
         if wanted is not None and not isinstance(given, wanted):

@@ -17,13 +17,14 @@ multiplies its result by the reciprocals.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from .nearest import did_you_mean
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -57,8 +58,7 @@ _SCALINGS = ("dynamic",)
 
 def _check(value: object, allowed: tuple[str, ...], what: str) -> None:
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(value), allowed)
         raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 

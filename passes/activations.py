@@ -12,13 +12,12 @@ one (``w / sigma``, ``w - lr * grad``), and parts of that.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
+from .backward import is_tangent
 from .left import ACTIVATIONS, HELD
-from .operand import KEEP_VALUES
+from .operand import KEEP_VALUES, is_pointwise
 from .parameters import OfParameters, contracts
 
 #: What gives parts of tensors, or puts them together.
@@ -48,7 +47,7 @@ def _found(graph: fx.Graph, parameters: OfParameters) -> set[fx.Node]:
     found: set[fx.Node] = set()
     likenesses = set(parameters.all)  # of parameters: as many elements
     has_weights = bool(parameters.all or parameters.held)
-    trains = any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
+    trains = any(is_tangent(node) for node in graph.nodes)
     for node in graph.nodes:
         if node.op != "call_function" or node in parameters.all or node in parameters.held:
             continue
@@ -71,8 +70,7 @@ def _has_values(node: fx.Node) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    target: Any = node.target
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in KEEP_VALUES
+    return is_pointwise(node) or node.target in KEEP_VALUES
 
 
 def _is_as_large(a: fx.Node, b: fx.Node) -> bool:

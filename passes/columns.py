@@ -11,7 +11,7 @@ from torch import fx
 from f8fx import ops
 
 from .in_memory import is_in_memory, part_in_memory
-from .operand import CASTS, SAME_ORDER, base_of, flat_base, is_same, readers, shape_of
+from .operand import CASTS, SAME_ORDER, base_of, flat_base, is_pointwise, is_same, readers, shape_of
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def inputs_of(source: fx.Node) -> set[Hashable] | None:
             found.add(base_of(node))
         elif (part := part_in_memory(node)) is not None:
             found.add(part)
-        elif node.target in SAME_ORDER | CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        elif node.target in SAME_ORDER | CASTS or is_pointwise(node):
             todo.extend(node.all_input_nodes)
         else:
             return None

@@ -17,7 +17,7 @@ from f8fx.cost import CostModel
 from f8fx.torch_private import size_hint
 
 from .choice import Convert
-from .operand import CASTS, MOVEMENTS, readers_of_memory
+from .operand import CASTS, MOVEMENTS, is_pointwise, readers_of_memory
 from .residual import is_sum_of_results
 from .strides import takes_any_strides
 
@@ -162,5 +162,5 @@ def _is_computed_anew(node: fx.Node, backward: Set[fx.Node]) -> bool:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or node.target in CASTS
+    is_reduction = torch.Tag.reduction in getattr(node.target, "tags", ())
+    return is_pointwise(node) or is_reduction or node.target in CASTS

@@ -30,7 +30,7 @@ from .backward import backward_nodes
 from .experts import GROUPED_MM
 from .fqn import of_node
 from .in_memory import is_in_memory
-from .operand import SAME_ORDER, base_of, readers
+from .operand import SAME_ORDER, base_of, is_pointwise, readers
 from .residual import is_residual_sum
 from .rewrite import Inserter, Provenance
 
@@ -50,7 +50,7 @@ class Materialize:
                 _mark(graph, node, "output")
         backward = backward_nodes(graph)
         for node in [n for n in graph.nodes if n in backward and n.target not in SAME_ORDER]:
-            if _is_pointwise(node) and _is_cast_in_other_rows(node) and _is_gradient_of_norm(node, backward):
+            if is_pointwise(node) and _is_cast_in_other_rows(node) and _is_gradient_of_norm(node, backward):
                 _mark(graph, node, "grad_input")
         for node in graph.find_nodes(op="call_function", target=GROUPED_MM):
             for source in dict.fromkeys(map(base_of, node.args[:2])):
@@ -95,13 +95,9 @@ def _is_gradient_of_norm(node: fx.Node, backward: set[fx.Node]) -> bool:
         if current.target is aten.sum.dim_IntList:
             if _columns(current) == 1 and _columns(current.all_input_nodes[0]) == columns:
                 return True
-        elif _is_pointwise(current) or current.target in (*SAME_ORDER, aten.expand.default):
+        elif is_pointwise(current) or current.target in (*SAME_ORDER, aten.expand.default):
             todo.extend(current.all_input_nodes)
     return False
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _columns(node: fx.Node) -> int | None:

@@ -14,7 +14,7 @@ from f8fx.torch_private import size_hint
 from .experts import GROUPED_MM
 from .gemm import Size
 from .left import LEFT
-from .operand import CASTS, base_of, flat_base, is_same, shape_of
+from .operand import CASTS, base_of, flat_base, is_pointwise, is_same, shape_of
 
 aten = torch.ops.aten
 
@@ -68,5 +68,4 @@ def is_fused(node: fx.Node) -> bool:
         return is_fused(base_of(node.args[0]))  # type: ignore[arg-type]
     if node.op != "call_function" or node.target in COMPUTE:
         return False
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or node.target in CASTS or node.target is aten.cat.default
+    return is_pointwise(node) or node.target in CASTS or node.target is aten.cat.default

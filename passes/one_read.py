@@ -28,7 +28,7 @@ from f8fx import ops
 from f8fx.kernels import row_cast_columns
 from f8fx.torch_private import statically_true
 
-from .backward import backward_nodes
+from .backward import backward_nodes, is_tangent
 from .choice import ALIGNMENT
 from .in_memory import is_in_memory
 from .marked import IN_BACKWARD
@@ -183,7 +183,7 @@ def _is_early(node: fx.Node) -> bool:
     """Whether a tensor is there from the start, and its rows are known to end where scales of others may begin."""
     rows = node.meta["val"].shape[0]
     aligned = isinstance(rows, int) and rows % ALIGNMENT == 0
-    return is_given(node) and "tangents" not in str(node.target) and aligned
+    return is_given(node) and not is_tangent(node) and aligned
 
 
 def ends_in(node: fx.Node, backward: set[fx.Node]) -> bool:

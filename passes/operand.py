@@ -72,6 +72,11 @@ def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return str(a) == str(b)
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether torch says that an operator computes each element from those at its place."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Whether a node with two tensor operands has their one shape and dtype: nothing is broadcast."""
     nodes = [arg for arg in (node, *node.args[:2]) if isinstance(arg, fx.Node)]

@@ -26,6 +26,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import input_position
 
+from .backward import is_tangent
 from .experts import stacked
 from .rewrite import erase_unused
 
@@ -208,11 +209,7 @@ def _place(source: fx.Node, parameters: Mapping[fx.Node, int]) -> Place | None:
 
 def _own_inputs(graph: fx.Graph) -> list[fx.Node]:
     """The inputs of the forward."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op == "placeholder" and not str(node.target).startswith("tangents")
-    ]
+    return [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
 
 
 def _format_of(quantize: fx.Node) -> CastFormat | None:
