@@ -27,7 +27,7 @@ from torch import fx
 from f8fx import executor, lowerings
 from f8fx.graph_bytes import saved_bytes
 from f8fx.options import Options
-from f8fx.torch_private import detect_fake_mode, fake_tensor_mode
+from f8fx.torch_private import detect_fake_mode, fake_tensor_mode, live_bytes
 from f8fx.tuning import tuning
 
 from .rereads import Tensor, reread_bytes, strided_bytes
@@ -63,11 +63,14 @@ class Generated:
         kernels: launches in their order.
         code: the whole module.
         named: the Triton kernels by the name they have in ``code``, and in a profile.
+        peak: bytes of the half's own tensors where these are most: parameters, inputs and the gradients that arrive
+            are not counted, nor what libraries' kernels need.
     """
 
     kernels: tuple[Kernel, ...]
     code: str
     named: Mapping[str, Kernel]
+    peak: int
 
     @property
     def triton(self) -> tuple[Kernel, ...]:
@@ -168,8 +171,8 @@ def generate(half: fx.GraphModule, is_backward: bool, is_inference: bool = False
                 if _name(node)
                 for kernel in _kernels(lowering, node, moved, sources)
             )
-            names = named(lowering, sources)
-    return Generated(kernels, code if isinstance(code, str) else code.value, names)
+            names, peak = named(lowering, sources), max(live_bytes(lowering.scheduler))
+    return Generated(kernels, code if isinstance(code, str) else code.value, names, peak)
 
 
 @dataclass(frozen=True)
@@ -246,9 +249,7 @@ def watched() -> Iterator[list[Lowered]]:
             code = original(self)
             try:
                 kernels = named(self, sources)
-            except (
-                Exception
-            ) as error:  # private interfaces; the compile goes on, and these kernels have no floor
+            except Exception as error:  # private interfaces; the compile goes on, these kernels have no floor
                 warnings.warn(f"the kernels of a graph were not counted: {error!r}", stacklevel=2)
                 kernels = {}
             found.append(Lowered(bool(self.is_backward), kernels))

@@ -5,7 +5,7 @@ torchao and by f8fx.
 Of the kernels beside the gemms: how many, the bytes they move when every tensor is read once (``GB``) and with
 what looped reductions read again (``est GB``, :mod:`benchmarks.rereads`), bytes that reductions store
 transposed (``strided``), and the floor worked out by hand (:mod:`benchmarks.floor`). Then bytes saved for the
-backward, parameters not counted, and gemm launches. Counted, not measured: times are for :mod:`benchmarks.gpu`.
+backward, the most that a half's own tensors take at once, parameters not counted, and gemm launches. Counted, not measured: times are for :mod:`benchmarks.gpu`.
 
 Models are on the meta device, for which operators decompose as for CUDA in a CUDA build of torch. (A CPU build has no kernel for
 SiLU's gradient on CUDA and takes its arithmetic in bf16 apart instead: on fake CUDA tensors torchao's rowwise is 9.93 GB.)
@@ -96,6 +96,7 @@ def count(model: nn.Module, args: tuple[Tensor, ...], case: Case) -> dict[str, i
         "est_bytes": least + sum(kernel.reread for kernel in triton),
         "strided_bytes": sum(kernel.strided for kernel in triton),
         "saved_bytes": saved,
+        "peak_bytes": max(half.peak for half in generated),
         "gemms": sum(name.rpartition(".")[2] in _GEMMS for name in names),
     }
 
@@ -135,6 +136,7 @@ def grid(model: str, tokens: int, rows: dict[str, dict[str, Any]]) -> Grid:
         ("strided GB", "strided_bytes", 1e9, ".2f"),
         ("floor GB", "floor_bytes", 1e9, ".2f"),
         ("saved MB", "saved_bytes", 1e6, ".0f"),
+        ("peak MB", "peak_bytes", 1e6, ".0f"),
         ("gemms", "gemms", 1, "d"),
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import floor
 from benchmarks.blocks import rotate
@@ -16,6 +17,7 @@ from f8fx.recipe import PRESETS
 
 pytest.importorskip("triton")
 traffic = pytest.importorskip("benchmarks.traffic")
+codegen = pytest.importorskip("benchmarks.codegen")
 
 GB, MB = 1e9, 1e6
 
@@ -25,7 +27,7 @@ _README = Path(__file__).parents[1] / "README.md"
 
 def published():
     """The rows of README's table: recipe, what is saved, and the figures as they stand there."""
-    row = r'^\| (\w+)(?:: (\w+)(?:, `save="(\w+)"`)?)? \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$'
+    row = r'^\| (\w+)(?:: (\w+)(?:, `save="(\w+)"`)?)? \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$'
     rows = re.findall(row, _README.read_text(), re.MULTILINE)
     return {
         traffic.Case(recipe if by else None, save or "lean", by or "f8fx"): figures
@@ -58,7 +60,7 @@ def test_a_llama_block_of_8192_tokens(case):
     # nothing is counted that would have to be faster than possible
     assert row["floor_bytes"] <= row["bytes"] <= row["est_bytes"]
     figures = [format(row["est_bytes"] / GB, ".2f"), str(row["triton_kernels"]), str(row["gemms"])]
-    figures.append(format(row["saved_bytes"] / MB, ".0f"))
+    figures += [format(row[key] / MB, ".0f") for key in ("saved_bytes", "peak_bytes")]
     assert published().get(case, figures) == figures
 
 
@@ -100,6 +102,7 @@ def test_goals_stand_beside_the_figures_they_were_set_for():
     case = traffic.Case("tensorwise")
     row = {"triton_kernels": 30, "saved_bytes": 777_060_440, "gemms": 12, "strided_bytes": 0}
     row |= {"bytes": 7_330_988_260, "est_bytes": 7_330_988_260, "floor_bytes": 7_159_676_928}
+    row["peak_bytes"] = 1_662_000_000
     assert traffic.goals("llama", 4096, case) == traffic.goals("mlp", 8192, case) == {}
     row["goals"] = traffic.goals("llama", 8192, case)
     (cells,) = traffic.grid("llama", 8192, {case.label: row}).rows
@@ -111,6 +114,7 @@ def test_goals_stand_beside_the_figures_they_were_set_for():
         "0.00",
         "7.16",
         "777 (<= 777)",
+        "1662",
         "12 (<= 12)",
     )
 
@@ -164,6 +168,27 @@ def kernel(in_ptr0):
     elif pid < num_xblocks_1:
         tmp1 = tl.load(in_ptr0 + ({second}), xmask)
 """
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 1024, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_the_peak_tensor_by_tensor():
+    """Parameters, input and the gradient that arrives do not count, nor what is written over something else."""
+    x = torch.empty(2048, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    graphs, _ = codegen.halves(TwoLayers().to(torch.bfloat16).to("meta"), x, float8=False)
+    with codegen.h100():
+        forward, backward = (codegen.generate(half, index > 0) for index, half in enumerate(graphs))
+    hidden, result, grad_input = (2 * 2048 * size for size in (8192, 1024, 4096))
+    grads = 2 * 8192 * (4096 + 1024)  # of both weights
+    assert forward.peak == hidden + result
+    assert backward.peak == hidden + grads + grad_input  # hidden: its gradient
 
 
 def test_parts_that_are_functions_are_read_in_their_places():

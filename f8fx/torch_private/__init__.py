@@ -101,6 +101,7 @@ from .inductor import (
     joint_custom_pre_pass,
     just_in_time,
 )
+from .live_bytes import live_bytes
 from .lowering import (
     Lowering,
     Parts,
@@ -203,6 +204,7 @@ __all__ = [
     "keep_padded_shard",
     "keeps_its_address",
     "key_local_tensors",
+    "live_bytes",
     "local_part",
     "local_tensor",
     "managed_by_fsdp",

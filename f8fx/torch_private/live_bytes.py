@@ -14,7 +14,8 @@ def live_bytes(scheduler: Any) -> list[int]:
     """At each of the scheduler's nodes, in its order: inputs that are freed on the way, results, and what is between.
 
     Inductor's own (``estimate_peak_memory``) takes an input of which half is read for half as large, and what is
-    concatenated in place for two tensors.
+    concatenated in place for two tensors. Once code is generated it is known what no kernel writes after all
+    (``removed_buffers``), and what is written over something else (``wrapper_code.reuses``).
     """
     from torch._inductor.virtualized import V
 
@@ -33,7 +34,7 @@ def live_bytes(scheduler: Any) -> list[int]:
     last.update((_memory_of(scheduler, name), len(scheduler.nodes)) for name in V.graph.get_output_names())
     change = [0] * (len(scheduler.nodes) + 2)
     for name, start in first.items():
-        size = bytes_of(name)
+        size = 0 if name in V.graph.removed_buffers else bytes_of(name)
         change[start] += size
         change[last[name] + 1] -= size
     return list(itertools.accumulate(change))[: len(scheduler.nodes)]
@@ -57,8 +58,12 @@ def _made_by(node: Any) -> Iterator[str]:
 def _memory_of(scheduler: Any, name: str) -> str:
     """The buffer in whose memory one lies: that it writes over, or that it is a part of."""
     from torch._inductor.ir import NonOwningLayout
+    from torch._inductor.virtualized import V
 
     name = scheduler.mutation_real_name.get(name, name)
+    written_over = getattr(V.graph.wrapper_code, "reuses", {}).get(name)
+    if written_over is not None:
+        return _memory_of(scheduler, written_over)
     buffer = scheduler.name_to_buf.get(name)
     layout = getattr(buffer.node, "layout", None) if buffer is not None else None
     return _memory_of(scheduler, layout.view.get_name()) if isinstance(layout, NonOwningLayout) else name
