@@ -171,7 +171,7 @@ def generate(half: fx.GraphModule, is_backward: bool, is_inference: bool = False
                 if _name(node)
                 for kernel in _kernels(lowering, node, moved, sources)
             )
-            names, peak = named(lowering, sources), max(live_bytes(lowering.scheduler))
+            names, peak = named(lowering, sources), max(live_bytes(lowering.scheduler), default=0)
     return Generated(kernels, code if isinstance(code, str) else code.value, names, peak)
 
 

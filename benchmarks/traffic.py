@@ -5,7 +5,8 @@ torchao and by f8fx.
 Of the kernels beside the gemms: how many, the bytes they move when every tensor is read once (``GB``) and with
 what looped reductions read again (``est GB``, :mod:`benchmarks.rereads`), bytes that reductions store
 transposed (``strided``), and the floor worked out by hand (:mod:`benchmarks.floor`). Then bytes saved for the
-backward, the most that a half's own tensors take at once, parameters not counted, and gemm launches. Counted, not measured: times are for :mod:`benchmarks.gpu`.
+backward, the most that a half's own tensors take at once, parameters not counted, and gemm launches.
+Counted, not measured: times are for :mod:`benchmarks.gpu`.
 
 Models are on the meta device, for which operators decompose as for CUDA in a CUDA build of torch. (A CPU build has no kernel for
 SiLU's gradient on CUDA and takes its arithmetic in bf16 apart instead: on fake CUDA tensors torchao's rowwise is 9.93 GB.)

@@ -62,9 +62,8 @@ def checked(
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
     if not matters or not devices:
         return compiled
-    device = next(
-        (each for each in devices if each.type != "cpu"), devices[0]
-    )  # NCCL carries nothing on a CPU
+    # that of the gathers: a number may be on the CPU, where NCCL carries nothing
+    device = next((each for each in devices if each.type != "cpu"), devices[0])
 
     def run(*args: Any) -> Any:
         for matter in matters:

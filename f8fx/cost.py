@@ -3,8 +3,8 @@
 A float8 gemm is up to twice as fast as a bfloat16 one, but its operands must be quantized first, and
 that is memory traffic. A layer pays where what the gemms gain exceeds what the casts cost. Formulas
 are sympy expressions in ``M``, ``K``, ``N`` (of the *forward* gemm: input [M, K], weight [N, K]), so
-that any of them can be evaluated for many M, as thresholds (:mod:`passes.thresholds`) need; they are compiled once, and the results cached
-by shape.
+that any of them can be evaluated for many M, as thresholds (:mod:`passes.thresholds`) need; they are
+compiled once, and the results cached by shape.
 
 **Gemm** [m, k] x [k, n], following the roofline of torchao (``torchao/testing/training/roofline_utils``)
 with one change: a GPU takes time to fill, so both the tile grid and the k loop are extended by a constant::

@@ -1,7 +1,8 @@
 """What each accelerator can do in float8, and how fast: one table, plain data.
 
 The passes read from here which float8 dtypes exist and which granularities ``torch._scaled_mm``
-takes; the cost model reads the peaks. So ``explain(..., target="h100")`` works on a laptop with no GPU. The figures are in :mod:`f8fx.hardware_table`.
+takes; the cost model reads the peaks. So ``explain(..., target="h100")`` works on a laptop with no GPU.
+The figures are in :mod:`f8fx.hardware_table`.
 """
 
 from __future__ import annotations

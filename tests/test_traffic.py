@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks import floor
 from benchmarks.blocks import rotate
@@ -189,6 +190,13 @@ def test_the_peak_tensor_by_tensor():
     grads = 2 * 8192 * (4096 + 1024)  # of both weights
     assert forward.peak == hidden + result
     assert backward.peak == hidden + grads + grad_input  # hidden: its gradient
+
+
+def test_a_graph_that_runs_nothing_takes_nothing():
+    graph = make_fx(lambda x: x.view(-1), tracing_mode="fake")(torch.empty(4, 8))
+    with codegen.h100():
+        generated = codegen.generate(graph, False)
+    assert not generated.kernels and generated.peak == 0
 
 
 def test_parts_that_are_functions_are_read_in_their_places():
