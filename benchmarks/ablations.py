@@ -49,6 +49,13 @@ _GRAPHS = {"triton.cudagraphs": True}  # what mode="reduce-overhead" sets
 
 #: By name, the likeliest to matter first: versions that are compared with the default.
 EXPERIMENTS: Mapping[str, Mapping[str, Version]] = {
+    "merge": {"never": Version(options={"merge": "never"})},
+    "rowwise_scales": {
+        "in_gemm": Version(options={"rowwise_scales": "in_gemm"}),
+        "torchao": Version(options={"rowwise_scales": "torchao"}),
+    },
+    "save": {"fast": Version(options={"save": "fast"})},
+    "kernels": {"inductor": Version(options={"kernels": "inductor"})},
     "cuda_graphs": {
         "bf16": Version("bf16"),
         "bf16, graphs": Version("bf16", inductor=_GRAPHS),
@@ -63,13 +70,6 @@ EXPERIMENTS: Mapping[str, Mapping[str, Version]] = {
         "torchao, f8fx's options": Version("torchao", inductor=tuning({})),
     },
     "combo_kernels": {"without": Version(inductor={"combo_kernels": False})},
-    "merge": {"never": Version(options={"merge": "never"})},
-    "rowwise_scales": {
-        "in_gemm": Version(options={"rowwise_scales": "in_gemm"}),
-        "torchao": Version(options={"rowwise_scales": "torchao"}),
-    },
-    "save": {"fast": Version(options={"save": "fast"})},
-    "kernels": {"inductor": Version(options={"kernels": "inductor"})},
     "combo_kernel_per_subkernel_blocks": {
         "without": Version(inductor={"combo_kernel_per_subkernel_blocks": False})
     },
@@ -194,7 +194,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, smoke=True)
+    parser = common.parser(__doc__, smoke=True, ahead=True)
     parser.add_argument(
         "--only", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), help="experiments"
     )
@@ -204,9 +204,12 @@ def main(argv: list[str] | None = None) -> int:
     if reason := common.why_no_gpu():
         console.print(reason)
         return 0
+    todo = cases(args.quick, args.only)
+    if args.ahead:
+        return common.compile_ahead(todo, args.ahead, measure)
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = common.Recorder(NAME, common.stamp(device), {"seq": SEQ}, args.results, args.fresh)
-    complete = common.run_cases(cases(args.quick, args.only), recorder, common.Budget(args.budget_s), measure)
+    complete = common.run_cases(todo, recorder, common.Budget(args.budget_s), measure)
     result, path = recorder.finish(summary(recorder.rows), complete)
     for grid in grids(result):
         grid.print()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
@@ -34,6 +35,7 @@ import f8fx
 from f8fx import canary
 from f8fx.doctor import version_of
 from f8fx.hardware import of_device
+from f8fx.torch_private import inductor_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -254,9 +256,13 @@ class Recorder:
 
 
 def parser(
-    doc: str | None, budget: float | None = None, smoke: bool = False, quick: bool = True
+    doc: str | None,
+    budget: float | None = None,
+    smoke: bool = False,
+    quick: bool = True,
+    ahead: bool = False,
 ) -> argparse.ArgumentParser:
-    """A parser with the options that benchmarks share."""
+    """A parser with the options that benchmarks share; ``ahead`` is for :func:`compile_ahead`."""
     result = argparse.ArgumentParser(
         description=(doc or "").split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -267,6 +273,13 @@ def parser(
     result.add_argument(
         "--budget-s", type=float, default=budget, help="start no new case after this many seconds"
     )
+    if ahead:
+        result.add_argument(
+            "--ahead",
+            type=_share,
+            metavar="I/N",
+            help="only compile cases I, I + N, ..., which leaves their code in the cache; several at once do no harm",
+        )
     if smoke:
         result.add_argument(
             "--cpu-smoke",
@@ -274,6 +287,13 @@ def parser(
             help="tiny shapes on CPU without code generation: shows that everything runs; keeps no result",
         )
     return result
+
+
+def _share(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 0/4")
+    return int(index), int(count)
 
 
 class Budget:
@@ -319,6 +339,30 @@ def run_cases(
         label = " ".join(f"{key}={value}" for key, value in case.items())
         console.print(f"[{index + 1}/{len(todo)}] {label}  {time.monotonic() - start:.1f} s", markup=False)
     return not recorder.failed
+
+
+def compile_ahead(
+    cases: Sequence[Mapping[str, Any]], share: tuple[int, int], measure: Callable[..., Row]
+) -> int:
+    """Runs a share of the cases once and keeps nothing but their compiled code; the exit code.
+
+    Compiling takes one core and most of a benchmark's time. What Inductor finds by timing kernels is not kept,
+    since others use the device meanwhile.
+    """
+    index, count = share
+    failed = 0
+    with inductor_config().patch(autotune_local_cache=False):
+        for case in cases[index::count]:
+            try:
+                measure(**case, seconds=0.0)
+            except (
+                Exception
+            ):  # short of memory beside the others, say; it is then compiled when it is measured
+                failed = 1
+                console.print(f"FAILED: {case}\n{traceback.format_exc()}", markup=False)
+            gc.collect()
+            torch.cuda.empty_cache()
+    return failed
 
 
 # -- tables ---------------------------------------------------------------------------------------

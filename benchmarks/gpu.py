@@ -1,7 +1,8 @@
 """Everything that needs a GPU, in one command of under ten minutes: ``python -m benchmarks.gpu``.
 
-The benchmarks in their ``--quick`` form and the tests marked ``gpu``, what says most first, each in a process of its own and
-within its share of the budget. Every row is kept as it is measured. What does not fit is left, and measured when
+First the tests marked ``gpu``, while other processes compile what the benchmarks will need
+(:func:`benchmarks.common.compile_ahead`); then, alone, the benchmarks in their ``--quick`` form, what says most first, each in a
+process of its own and within its share of the budget. Every row is kept as it is measured. What does not fit is left, and measured when
 the command is run again; what is complete, with the same code on the same device, is not measured twice.
 
 Nothing has to be installed but torch, torchao and what pytest needs. ``F8FX_COMMIT`` names the code where there is no git.
@@ -11,6 +12,7 @@ every part, for a machine from which files must be carried.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -19,11 +21,12 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -38,6 +41,9 @@ GRACE_S = 20.0
 STOP_S = 10.0
 #: Tests compile more than they compute, so they run side by side where pytest-xdist is installed.
 TEST_PROCESSES = 8
+#: Of the budget, at most, until tests and the compilation beside them have to be done.
+AHEAD_SHARE = 0.4
+_FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # since many processes compile at once
 
 DONE, ON_RECORD, OUT_OF_TIME = "done", "on record already", "out of time; run again to go on"
 
@@ -52,6 +58,7 @@ class Part:
         share: of the budget that is left for it and all later parts, relative to theirs.
         least: seconds below which it is not begun: its start, and its first case with a cold compile.
         keeps: whether it writes results, and so takes a budget and a folder.
+        ahead: in how many processes its cases are compiled while the tests run.
         env: added to its environment.
     """
 
@@ -60,6 +67,7 @@ class Part:
     share: float
     least: float
     keeps: bool = True
+    ahead: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,28 +86,69 @@ def _tests() -> Part:
     ]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(TEST_PROCESSES)]
-    return Part("tests", tuple(command), 110, 60, keeps=False, env={"TORCHINDUCTOR_COMPILE_THREADS": "2"})
+    return Part("tests", tuple(command), 110, 60, keeps=False, env=_FEW_THREADS)
 
 
-def _benchmark(name: str, share: float, least: float, *extra: str) -> Part:
-    return Part(name, (f"benchmarks.{name}", "--quick", *extra), share, least)
+def _benchmark(name: str, share: float, least: float, *extra: str, ahead: int = 0) -> Part:
+    return Part(name, (f"benchmarks.{name}", "--quick", *extra), share, least, ahead=ahead)
 
 
 #: What says most first. Shares are seconds of :data:`BUDGET_S`, as guessed before the first run.
 PARTS = (
-    _benchmark("ceilings", 35, 25),
-    _benchmark("llama_block", 85, 70),
     _tests(),
-    _benchmark("kernel_times", 45, 45),
-    _benchmark("ablations", 50, 50),
-    _benchmark("linear_sweep", 40, 35),
-    _benchmark("kernels", 25, 25),
-    _benchmark("inference", 35, 35),
-    _benchmark("train_1b", 55, 55),
-    _benchmark("experts", 30, 30),
+    _benchmark("llama_block", 60, 45, ahead=3),
+    _benchmark("kernel_times", 50, 45),
+    _benchmark("ceilings", 30, 25),
+    _benchmark("ablations", 50, 30, ahead=3),
+    _benchmark("linear_sweep", 60, 30, ahead=3),
+    _benchmark("kernels", 25, 25, ahead=1),
+    _benchmark("inference", 35, 30, ahead=2),
+    _benchmark("experts", 25, 20, ahead=1),
+    _benchmark("train_1b", 60, 55),
     _benchmark("compile_time", 20, 20, "--repeats", "1"),
     Part("calibrate", ("benchmarks.calibrate",), 10, 5, keeps=False),
 )
+
+
+class Ahead:
+    """Processes that compile the parts' cases; their compiled code is in the cache when they have ended."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._running: list[tuple[str, subprocess.Popen[str], IO[str]]] = []
+        for part in parts:
+            for index in range(part.ahead):
+                # a file, since a full pipe that nobody reads would stop it
+                output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+                command = [sys.executable, "-m", *part.command, "--ahead", f"{index}/{part.ahead}"]
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**os.environ, **_FEW_THREADS},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+                self._running.append((part.name, process, output))
+
+    def finish(self, seconds: float) -> None:
+        """Waits, at most so long; then stops what still runs. What failed is compiled when it is measured."""
+        end = time.monotonic() + seconds
+        for name, process, output in self._running:
+            try:
+                code: int | None = process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = None
+            with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+                os.killpg(process.pid, signal.SIGKILL)  # and its compile workers
+            process.wait()
+            output.seek(0)
+            if code:
+                console.print(f"{name}, ahead: {output.read()[-1500:]}", markup=False)
+            elif code is None:
+                console.print(f"{name}, ahead: stopped, out of time")
+            output.close()
+        self._running.clear()
 
 
 def run(part: Part, seconds: float, extra: tuple[str, ...] = ()) -> Row:
@@ -198,7 +247,11 @@ def main(argv: list[str] | None = None) -> int:
     known = {} if args.fresh else {part.name: on_record(part, args.results, stamp) for part in parts}
     # the parts keep what they measured themselves; here only what ran is noted, always anew
     recorder = common.Recorder(NAME, stamp, {"budget_s": args.budget_s}, args.results, fresh=True)
+    ahead = Ahead([part for part in parts if not known.get(part.name)])
+    ahead_until = time.monotonic() + AHEAD_SHARE * args.budget_s
     for index, part in enumerate(parts):
+        if part.keeps:
+            ahead.finish(ahead_until - time.monotonic())  # nothing is measured beside them
         if known.get(part.name):
             recorder.add({"part": part.name, "seconds": 0.0, "returncode": 0, "outcome": ON_RECORD})
             continue
@@ -211,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         recorder.add(run(part, seconds, _extra(part, args.results, args.fresh)))
         if args.archive:
             archive(args.results, stamp, args.archive)
+    ahead.finish(0.0)  # nothing, unless all parts were left out
     good = {DONE, ON_RECORD}
     complete = all(row["outcome"] in good or row["part"] == "tests" for row in recorder.rows)
     failed = [

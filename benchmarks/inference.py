@@ -213,12 +213,14 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = common.parser(__doc__, smoke=True).parse_args(argv)
+    args = common.parser(__doc__, smoke=True, ahead=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
     if reason := common.why_no_gpu():
         console.print(reason)
         return 0
+    if args.ahead:
+        return common.compile_ahead(cases(args.quick), args.ahead, measure)
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = common.Recorder(NAME, common.stamp(device), {}, args.results, args.fresh)
     complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)

@@ -132,7 +132,7 @@ def print_verdicts(found: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, smoke=True)
+    parser = common.parser(__doc__, smoke=True, ahead=True)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="values of M, K and N")
     args = parser.parse_args(argv)
     if args.cpu_smoke:
@@ -140,8 +140,10 @@ def main(argv: list[str] | None = None) -> int:
     if reason := common.why_no_gpu():
         console.print(reason)
         return 0
-    device = torch.device("cuda", torch.cuda.current_device())
     todo = cases(args.sizes, args.quick)
+    if args.ahead:
+        return common.compile_ahead(todo, args.ahead, measure)
+    device = torch.device("cuda", torch.cuda.current_device())
     recorder = common.Recorder(NAME, common.stamp(device), {}, args.results, args.fresh)
     complete = common.run_cases(todo, recorder, common.Budget(args.budget_s), measure)
     result, path = recorder.finish(summary(recorder.rows), complete)

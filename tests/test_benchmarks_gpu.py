@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -357,6 +358,22 @@ def test_without_gpu_results_there_is_no_headline(capsys):
 # -- everything in one command --------------------------------------------------------------------
 
 
+class _NothingAhead:
+    """Instead of processes: for which parts they would be, and how many parts had run when they had to end."""
+
+    parts: ClassVar[list[str]] = []
+    ran: ClassVar[list[tuple[str, float]]] = []
+    ended: ClassVar[list[str]] = []
+
+    def __init__(self, parts: list[gpu.Part]) -> None:
+        type(self).parts = [part.name for part in parts if part.ahead]
+        type(self).ended = []
+
+    def finish(self, seconds: float) -> None:
+        if not self.ended:
+            type(self).ended = [name for name, _ in self.ran]
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """A GPU command whose parts run in no time and write complete results; what ran, and for how long."""
@@ -378,7 +395,9 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(common, "stamp", lambda device: stamp)
     monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu, "Ahead", _NothingAhead)
     monkeypatch.setattr(gpu, "_write_reports", lambda folder, stamp: None)
+    monkeypatch.setattr(_NothingAhead, "ran", ran)
     return ran
 
 
@@ -392,6 +411,8 @@ def test_the_gpu_command_gives_each_part_its_share_and_goes_on_where_it_stopped(
     assert on_a_gpu[-1][1] == pytest.approx(
         gpu.BUDGET_S - ends, abs=5
     )  # nobody else is left, and nothing was used
+    assert _NothingAhead.parts == [part.name for part in gpu.PARTS if part.ahead]
+    assert _NothingAhead.ended == ["tests"]  # nothing is measured beside them
     (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
     assert json.loads(path.read_text())["summary"]["failed"] == ["ablations"]
     with tarfile.open(packed) as archive:
@@ -401,6 +422,7 @@ def test_the_gpu_command_gives_each_part_its_share_and_goes_on_where_it_stopped(
     on_a_gpu.clear()
     gpu.main(command)
     assert [name for name, _ in on_a_gpu] == ["ablations", "calibrate"]
+    assert _NothingAhead.parts == ["ablations"]
     on_a_gpu.clear()
     gpu.main([*command, "--fresh"])
     assert len(on_a_gpu) == len(gpu.PARTS)
@@ -412,13 +434,59 @@ def test_a_part_that_would_not_get_to_its_first_row_is_left_for_the_next_run(on_
     assert [name for name, _ in on_a_gpu] == [p.name for p in gpu.PARTS if p.least <= 40]
     (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
     rows = {row["part"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["llama_block"]["outcome"] == "out of time; run again to go on"
-    assert not gpu.on_record(gpu.PARTS[2], tmp_path, json.loads(path.read_text())["stamp"])
+    assert rows["kernel_times"]["outcome"] == "out of time; run again to go on"
+    assert not gpu.on_record(gpu.PARTS[0], tmp_path, json.loads(path.read_text())["stamp"])
 
 
 def test_all_parts_fit_into_one_run():
     assert sum(part.share for part in gpu.PARTS) <= gpu.BUDGET_S
     assert all(part.least <= part.share for part in gpu.PARTS)
+
+
+_PART_AHEAD = """
+import sys, time
+from pathlib import Path
+index = sys.argv[sys.argv.index("--ahead") + 1]
+if index == "1/3":
+    sys.exit("no memory left")
+time.sleep(60 if index == "2/3" else 0)
+Path(__file__).with_name("done").write_text(index)
+"""
+
+
+def test_cases_are_compiled_ahead_in_processes_that_end_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a_part.py").write_text(_PART_AHEAD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ahead = gpu.Ahead([gpu.Part("a part", ("a_part",), 1, 1, ahead=3), gpu.Part("other", ("missing",), 1, 1)])
+    processes = [process for _, process, _ in ahead._running]
+    ahead.finish(10.0)
+    assert [process.poll() for process in processes] == [0, 1, -signal.SIGKILL]
+    assert (tmp_path / "done").read_text() == "0/3"
+    shown = capsys.readouterr().out
+    assert "no memory left" in shown and "a part, ahead: stopped, out of time" in shown
+
+
+def test_compiling_ahead_runs_its_share_of_the_cases_and_measures_none(monkeypatch, capsys):
+    ran = []
+
+    def measure(size: int, seconds: float) -> dict[str, Any]:
+        ran.append((size, seconds, torch._inductor.config.autotune_local_cache))
+        if size == 2:
+            raise RuntimeError("too large")
+        return {}
+
+    cases = [{"size": size} for size in range(6)]
+    assert common.compile_ahead(cases, (0, 2), measure) == 1
+    assert ran == [(0, 0.0, False), (2, 0.0, False), (4, 0.0, False)]
+    assert "FAILED: {'size': 2}" in capsys.readouterr().out
+    assert common.compile_ahead(cases, (1, 2), measure) == 0
+    parser = common.parser("x", ahead=True)
+    assert parser.parse_args(["--ahead", "1/3"]).ahead == (1, 3)
+    for wrong in ("3/3", "1", "-1/2"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--ahead={wrong}"])
 
 
 def test_a_part_that_takes_too_long_is_stopped(monkeypatch):
