@@ -63,7 +63,9 @@ def why_no_gpu() -> str | None:
 
 
 def commit() -> tuple[str, bool | None]:
-    """The git commit of the code and whether files differ from it; ``F8FX_COMMIT`` where there is no git."""
+    """The git commit of the code and whether files differ from it; ``F8FX_COMMIT`` for what git does not know."""
+    if named := os.environ.get("F8FX_COMMIT"):
+        return named, None
 
     def git(*args: str) -> str:
         done = subprocess.run(
@@ -76,7 +78,7 @@ def commit() -> tuple[str, bool | None]:
         changed = bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
         return git("rev-parse", "HEAD"), changed
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("F8FX_COMMIT", "unknown"), None
+        return "unknown", None
 
 
 _CLOCKS = {

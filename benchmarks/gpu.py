@@ -5,7 +5,7 @@ First the tests marked ``gpu``, while other processes compile what the benchmark
 process of its own and within its share of the budget. Every row is kept as it is measured. What does not fit is left, and measured when
 the command is run again; what is complete, with the same code on the same device, is not measured twice.
 
-Nothing has to be installed but torch, torchao and what pytest needs. ``F8FX_COMMIT`` names the code where there is no git.
+Nothing has to be installed but torch, torchao and what pytest needs. ``F8FX_COMMIT`` names the code where git does not.
 ``--results`` is where results go and where an earlier run's are found; ``--archive`` packs them into one file as well, after
 every part, for a machine from which files must be carried.
 """
@@ -45,6 +45,9 @@ TEST_PROCESSES = 8
 AHEAD_SHARE = 0.4
 _FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # since many processes compile at once
 
+#: In pytest's summary, or as it goes: by xdist before the test's name, else behind it.
+_FAILED = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
 DONE, ON_RECORD, OUT_OF_TIME = "done", "on record already", "out of time; run again to go on"
 
 
@@ -79,7 +82,7 @@ def _tests() -> Part:
         "tests/test_gpu_nccl.py",
         "-m",
         "gpu",
-        "-q",
+        "-v",  # what was done is seen even if the rest is stopped
         "--no-header",
         "-p",
         "no:cacheprovider",
@@ -179,7 +182,7 @@ def run(part: Part, seconds: float, extra: tuple[str, ...] = ()) -> Row:
         "seconds": time.monotonic() - start,
         "returncode": code,
         "outcome": _outcome(part, code, output),
-        "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE),
+        "failed": sorted(set(_FAILED.findall(output))),
     }
 
 

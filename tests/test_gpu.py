@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.cpp_extension import CUDA_HOME
 
 from f8fx import f8fx, recording
+from f8fx.demo.model import DecoderBlock, DecoderConfig
 from f8fx.hardware import of_device
 from f8fx.torch_private.combining import AHEAD
 from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, sqnr
@@ -172,6 +173,21 @@ def test_memory_of_a_gated_mlp():
     _, peak_of_torchao = memory(torchao_of(model, torchao.Float8LinearConfig()), "inductor")
     assert saved < saved_in_bf16
     assert peak < peak_of_torchao + AHEAD
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_attention_of_cudnn(recipe):
+    """What TorchTitan asks for first."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    config = DecoderConfig(dim=512, heads=4, kv_heads=4, ffn_dim=1024)
+    model, x, grad = DecoderBlock(config).to("cuda", bf16), normal(2, 256, 512), normal(2, 256, 512, seed=1)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        want = gradients(model, model, x, grad)
+        found = gradients(model, compiled(model, recipe=recipe, executor="inductor"), x, grad)
+    quality = {name: sqnr(value, found[name]) for name, value in want.items()}
+    assert min(quality.values()) > 15, quality
 
 
 def test_float16_and_autocast():
