@@ -1,19 +1,23 @@
 """One Llama block of the 8B and 70B shapes at sequence 8192: time, peak memory, bytes saved for backward.
 
 bf16, torchao and f8fx from the same weights, forward and backward, with and without activation
-checkpointing of the whole block. The block is :class:`f8fx.demo.model.DecoderBlock`.
+checkpointing of the whole block. The block is :class:`f8fx.demo.model.DecoderBlock`; RoPE's tables are given to it, as in
+Llama's own code, since a block that computes them takes as long for that as for a gemm (Inductor does it for every element).
+All versions attend by the same kernels: FlashAttention's, which PyTorch takes by itself, or cuDNN's, which TorchTitan asks
+for first.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from f8fx.demo.model import DecoderBlock, DecoderConfig
+from f8fx.demo.model import DecoderBlock, DecoderConfig, rotation
 
 from . import common, variants
 from .common import Grid, Row, console, show
@@ -21,8 +25,10 @@ from .linear_sweep import print_verdicts
 from .variants import Variant
 
 NAME = "llama_block"
-CASE = ("model", "recipe", "checkpointing")
+CASE = ("model", "recipe", "checkpointing", "attention")
 MODELS = ("llama3_8b", "llama3_70b")
+FLASH, CUDNN = "flash", "cudnn"
+_ATTENTION = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 SEQ = 8192
 _SMOKE_SEQ = 32
 
@@ -39,14 +45,48 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[return-value]
 
 
+class Placed(nn.Module):
+    """A block with RoPE's tables for positions 0 .. seq-1."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, block: DecoderBlock, seq: int, device: torch.device) -> None:
+        super().__init__()
+        self.block = block
+        for name, table in zip(
+            ("cos", "sin"), rotation(seq, block.head_dim, block.rope_theta, device), strict=True
+        ):
+            self.register_buffer(name, table, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        seq = x.shape[1]
+        return self.block(x, (self.cos[:seq], self.sin[:seq]))  # type: ignore[no-any-return]
+
+
 def cases(quick: bool) -> list[dict[str, Any]]:
-    """8B first, checkpointing last; ``--quick`` leaves out what the rest predicts."""
-    every = [(m, r, c) for c, m, r in itertools.product((False, True), MODELS, variants.RECIPES)]
-    if quick:
-        every = [
-            case for case in every if case[1] == "tensorwise" or (case[0] == "llama3_8b" and not case[2])
+    """What says most first; ``--quick`` leaves out what the rest predicts."""
+    small, large = MODELS
+    first, second, third = variants.RECIPES
+    every: list[tuple[str, str, bool, str]] = [
+        (small, first, False, FLASH),
+        (small, second, False, FLASH),
+        (small, first, False, CUDNN),
+        (large, first, False, FLASH),
+        (small, third, False, FLASH),
+        (small, second, False, CUDNN),
+        (small, first, True, FLASH),
+    ]
+    if not quick:
+        every += [
+            (model, recipe, checkpointing, attention)
+            for checkpointing in (False, True)
+            for attention in (FLASH, CUDNN)
+            for model in MODELS
+            for recipe in variants.RECIPES
         ]
-    return [dict(zip(CASE, case, strict=True)) for case in every]
+    return [dict(zip(CASE, case, strict=True)) for case in dict.fromkeys(every)]
 
 
 def block_of(model: str, device: str, seq: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -56,19 +96,31 @@ def block_of(model: str, device: str, seq: int) -> tuple[nn.Module, Tensor, Tens
     with torch.device(device):
         block = DecoderBlock(config).to(torch.bfloat16)
         x = torch.randn(1, seq, config.dim, dtype=torch.bfloat16)
-    return block, x.requires_grad_(), torch.randn_like(x)
+    return Placed(block, seq, x.device), x.requires_grad_(), torch.randn_like(x)
+
+
+def attending(by: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Attention by FlashAttention's kernels or by cuDNN's; on CPU by what PyTorch has there."""
+    return sdpa_kernel(_ATTENTION[by]) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def measure(
-    model: str, recipe: str, checkpointing: bool, device: str = "cuda", seq: int = SEQ, seconds: float = 2.0
+    model: str,
+    recipe: str,
+    checkpointing: bool,
+    attention: str = FLASH,
+    device: str = "cuda",
+    seq: int = SEQ,
+    seconds: float = 2.0,
 ) -> Row:
     """Times all versions of one block, then looks at the memory of each."""
     block, x, grad = block_of(model, device, seq)
     if checkpointing:
         block = Checkpointed(block)
     smoke = x.device.type == "cpu"
-    found = variants.compare(block, x, grad, recipe, smoke, seconds)
-    memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
+    with attending(attention, x.device):
+        found = variants.compare(block, x, grad, recipe, smoke, seconds)
+        memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
     return {**found.row(), "memory": memory, "seq": seq, "clocks": common.clocks()}
 
 
@@ -93,13 +145,23 @@ def memory_of(variant: Variant) -> dict[str, int]:
     return {"saved": saved, "peak": peak}
 
 
+def _order(row: Row) -> tuple[Any, ...]:
+    return row["checkpointing"], row.get("attention", FLASH) != FLASH, row["model"], row["recipe"]
+
+
+def label(row: Row) -> str:
+    """A case in a few words; what is usual is not said."""
+    by = ", cuDNN's attention" if row.get("attention") == CUDNN else ""
+    return f"{row['model']} {row['recipe']}{by}" + (", checkpointed" if row["checkpointing"] else "")
+
+
 def grids(result: dict[str, Any]) -> list[Grid]:
     """Speedups, and memory."""
-    rows = sorted(result["rows"], key=lambda r: (r["checkpointing"], r["model"], r["recipe"]))
-    labels = [f"{r['model']} {r['recipe']}" + (", checkpointed" if r["checkpointing"] else "") for r in rows]
+    rows = sorted(result["rows"], key=_order)
+    labels = [label(row) for row in rows]
     speed = tuple(
         (
-            label,
+            case,
             *(show(row["ms"].get(name)) for name in variants.NAMES),
             *(
                 show(variants.speedup(row, *pair))
@@ -111,7 +173,7 @@ def grids(result: dict[str, Any]) -> list[Grid]:
                 )
             ),
         )
-        for label, row in zip(labels, rows, strict=True)
+        for case, row in zip(labels, rows, strict=True)
     )
     headers = ("", *(f"{name} ms" for name in variants.NAMES))
     ratios = ("torchao / bf16", "f8fx / bf16", "f8fx / torchao", "auto / bf16")
@@ -119,8 +181,8 @@ def grids(result: dict[str, Any]) -> list[Grid]:
         Grid("Forward and backward of one block; speedups (above 1 is faster)", (*headers, *ratios), speed)
     ]
     memory = tuple(
-        (label, *(_mib(row, name, what) for what in ("saved", "peak") for name in variants.NAMES))
-        for label, row in zip(labels, rows, strict=True)
+        (case, *(_mib(row, name, what) for what in ("saved", "peak") for name in variants.NAMES))
+        for case, row in zip(labels, rows, strict=True)
         if row["memory"]
     )
     if memory:
@@ -173,7 +235,7 @@ def smoke() -> int:
     torch.set_num_threads(1)
     rows = []
     for checkpointing in (False, True):
-        case: dict[str, Any] = {"model": "tiny", "recipe": "tensorwise", "checkpointing": checkpointing}
+        case: dict[str, Any] = dict(zip(CASE, ("tiny", "tensorwise", checkpointing, FLASH), strict=True))
         rows.append({**case, **measure(**case, device="cpu", seq=_SMOKE_SEQ, seconds=0.0)})
     return common.end_smoke(rows, grids({"rows": rows}))
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from f8fx.backend import f8fx
 from f8fx.demo import data
-from f8fx.demo.model import Decoder, DecoderConfig
+from f8fx.demo.model import Decoder, DecoderConfig, Rotation, rotation
 from f8fx.demo.train import KEPT, learning_rate_factor
 from f8fx.report import recording
 
@@ -100,6 +100,11 @@ class Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(contender.seed)
             self.model = Decoder(DecoderConfig.named(setting.model)).to(setting.device)
+        config = self.model.config
+        # as in Llama's own code; computed in the model, Inductor does it for every element of every layer
+        self.rotation = rotation(
+            setting.seq, config.head_dim, config.rope_theta, torch.device(setting.device)
+        )
         self.step_model = self._compiled(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=cuda
@@ -110,7 +115,7 @@ class Training:
         self.losses: list[float] = []
         self.step_ms: list[float] = []
 
-    def _compiled(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _compiled(self, model: nn.Module) -> Callable[[Tensor, Rotation], Tensor]:
         smoke = self.setting.device == "cpu"
         backend: Any = "aot_eager" if smoke else "inductor"
         options: dict[str, Any] | None = None
@@ -135,7 +140,7 @@ class Training:
         device = self.setting.device
         start = time.perf_counter()
         with torch.autocast(device, torch.bfloat16):
-            logits = self.step_model(inputs.to(device))
+            logits = self.step_model(inputs.to(device), self.rotation)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -264,8 +264,11 @@ class Decoder(nn.Module):
         else:
             nn.init.normal_(self.embedding.weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, by: Rotation | None = None) -> Tensor:
         """Token numbers [B, S] -> logits [B, S, V] of each next token.
+
+        Args:
+            by: RoPE's tables, where they are at hand; otherwise they are computed.
 
         Raises:
             ValueError: if S is larger than the config's ``max_seq``.
@@ -274,7 +277,8 @@ class Decoder(nn.Module):
         if tokens.shape[1] > config.max_seq:
             raise ValueError(f"sequence of {tokens.shape[1]} tokens, but max_seq is {config.max_seq}")
         x = self.embedding(tokens)
-        by = rotation(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
+        if by is None:
+            by = rotation(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
         for block in self.blocks:
             x = block(x, by)
         return self.output(self.norm(x))
