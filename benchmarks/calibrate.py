@@ -102,7 +102,7 @@ def wrong_verdicts(results: Sequence[Result]) -> list[Row]:
     """Where ``select="auto"`` was slower than bf16 or left speed behind, in sweep and block."""
     found = []
     for result in results:
-        case = (*linear_sweep.CASE, "model", "checkpointing", "attention")
+        case = (*linear_sweep.CASE, "model", "checkpointing")
         verdicts = variants.verdicts([dict.fromkeys(case) | row for row in result["rows"]], case)
         for kind in ("auto_slower_than_bf16", "auto_left_behind"):
             for entry in verdicts[kind]:

@@ -30,7 +30,7 @@ from f8fx.options import Options
 from f8fx.torch_private import detect_fake_mode, fake_tensor_mode, live_bytes
 from f8fx.tuning import tuning
 
-from .rereads import Tensor, reread_bytes, strided_bytes
+from .rereads import Tensor, reread_bytes, scattered_bytes, strided_bytes
 from .stand_in import h100 as h100
 
 
@@ -42,7 +42,8 @@ class Kernel:
         name: the library's, or ``triton_`` and the operators it was generated from.
         bytes: moved at least: every tensor read or written once.
         reread: read again, and no longer in the cache.
-        strided: of the bytes written, those that a reduction stores transposed.
+        strided: of these bytes, those that a reduction stores transposed, and those of tensors read element by element, each
+            far from the next.
     """
 
     name: str
@@ -296,7 +297,7 @@ def _counted(lowering: Any, node: Any, source: _Source) -> Kernel:
         _operators(source.nodes),
         sum(moved.values()),
         reread_bytes(source.text, tensors),
-        strided_bytes(source.text, tensors),
+        strided_bytes(source.text, tensors) + scattered_bytes(source.text, tensors),
     )
 
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from . import common, variants
 from .common import Row, console
 from .linear_sweep import print_verdicts
-from .llama_block import grids, memory_of
+from .llama_block import CASE, grids, memory_of
 
 NAME = "experts"
-CASE = ("model", "recipe")
 TOKENS = 8192
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
 _OPTIONS = {"experts": "convert"}

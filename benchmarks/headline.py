@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import common, kernel_times, kernels, linear_sweep, llama_block, train_1b, variants
-from .common import Grid, Row, console, show
+from .common import Grid, console, show
 
 Result = Mapping[str, Any]
 
@@ -36,21 +36,10 @@ class Goal:
     value: Callable[[Result], str | None]
 
 
-def _rows(result: Result, model: str, recipe: str, attention: str) -> list[Row]:
-    case = (model, recipe, False, attention)
-    return [
-        row
-        for row in result["rows"]
-        # results have not always said which attention it was
-        if tuple(row.get(key, llama_block.FLASH) for key in llama_block.CASE) == case
-    ]
-
-
-def _block(
-    model: str, recipe: str, name: str, over: str, attention: str = llama_block.FLASH
-) -> Callable[[Result], str | None]:
+def _block(model: str, recipe: str, name: str, over: str) -> Callable[[Result], str | None]:
     def value(result: Result) -> str | None:
-        rows = _rows(result, model, recipe, attention)
+        case = {"model": model, "recipe": recipe, "checkpointing": False}
+        rows = [row for row in result["rows"] if all(row[key] == v for key, v in case.items())]
         speeds = [variants.speedup(row, name, over) for row in rows]
         return show(speeds[0]) if speeds and speeds[0] is not None else None
 
@@ -59,9 +48,10 @@ def _block(
 
 def _peak(model: str, recipe: str, over: str) -> Callable[[Result], str | None]:
     def value(result: Result) -> str | None:
-        for row in _rows(result, model, recipe, llama_block.FLASH):
+        case = {"model": model, "recipe": recipe, "checkpointing": False}
+        for row in result["rows"]:
             memory = row["memory"]
-            if {"f8fx", over} <= memory.keys():
+            if all(row[key] == v for key, v in case.items()) and {"f8fx", over} <= memory.keys():
                 return show(memory["f8fx"]["peak"] / memory[over]["peak"])
         return None
 
@@ -120,18 +110,6 @@ GOALS = (
         ">= 1.10",
         _BLOCK,
         _block("llama3_8b", "tensorwise", "f8fx", "torchao"),
-    ),
-    Goal(
-        "the same with cuDNN's attention: f8fx over bf16",
-        ">= 1.40",
-        _BLOCK,
-        _block("llama3_8b", "tensorwise", "f8fx", "bf16", llama_block.CUDNN),
-    ),
-    Goal(
-        "the same with cuDNN's attention: f8fx over torchao",
-        ">= 1.10",
-        _BLOCK,
-        _block("llama3_8b", "tensorwise", "f8fx", "torchao", llama_block.CUDNN),
     ),
     Goal(
         "8B block, tensorwise: memory at the peak of a step, f8fx over torchao",

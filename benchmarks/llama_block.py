@@ -2,19 +2,17 @@
 
 bf16, torchao and f8fx from the same weights, forward and backward, with and without activation
 checkpointing of the whole block. The block is :class:`f8fx.demo.model.DecoderBlock`; RoPE's tables are given to it, as in
-Llama's own code, since a block that computes them takes as long for that as for a gemm (Inductor does it for every element).
-All versions attend by the same kernels: FlashAttention's, which PyTorch takes by itself, or cuDNN's, which TorchTitan asks
-for first.
+Llama's own code: a block that computes them takes as long for that as for a gemm, since Inductor does it for every element.
+Attention is what PyTorch takes by itself (on Hopper cuDNN's, as of torch 2.11).
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from f8fx.demo.model import DecoderBlock, DecoderConfig, rotation
@@ -25,10 +23,8 @@ from .linear_sweep import print_verdicts
 from .variants import Variant
 
 NAME = "llama_block"
-CASE = ("model", "recipe", "checkpointing", "attention")
+CASE = ("model", "recipe", "checkpointing")
 MODELS = ("llama3_8b", "llama3_70b")
-FLASH, CUDNN = "flash", "cudnn"
-_ATTENTION = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 SEQ = 8192
 _SMOKE_SEQ = 32
 
@@ -69,23 +65,14 @@ def cases(quick: bool) -> list[dict[str, Any]]:
     """What says most first; ``--quick`` leaves out what the rest predicts."""
     small, large = MODELS
     first, second, third = variants.RECIPES
-    every: list[tuple[str, str, bool, str]] = [
-        (small, first, False, FLASH),
-        (small, second, False, FLASH),
-        (small, first, False, CUDNN),
-        (large, first, False, FLASH),
-        (small, third, False, FLASH),
-        (small, second, False, CUDNN),
-        (small, first, True, FLASH),
+    every = [
+        *((small, recipe, False) for recipe in (first, second)),
+        (large, first, False),
+        (small, third, False),
+        *((model, first, True) for model in MODELS),
     ]
     if not quick:
-        every += [
-            (model, recipe, checkpointing, attention)
-            for checkpointing in (False, True)
-            for attention in (FLASH, CUDNN)
-            for model in MODELS
-            for recipe in variants.RECIPES
-        ]
+        every += itertools.product(MODELS, variants.RECIPES, (False, True))
     return [dict(zip(CASE, case, strict=True)) for case in dict.fromkeys(every)]
 
 
@@ -99,28 +86,16 @@ def block_of(model: str, device: str, seq: int) -> tuple[nn.Module, Tensor, Tens
     return Placed(block, seq, x.device), x.requires_grad_(), torch.randn_like(x)
 
 
-def attending(by: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Attention by FlashAttention's kernels or by cuDNN's; on CPU by what PyTorch has there."""
-    return sdpa_kernel(_ATTENTION[by]) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def measure(
-    model: str,
-    recipe: str,
-    checkpointing: bool,
-    attention: str = FLASH,
-    device: str = "cuda",
-    seq: int = SEQ,
-    seconds: float = 2.0,
+    model: str, recipe: str, checkpointing: bool, device: str = "cuda", seq: int = SEQ, seconds: float = 2.0
 ) -> Row:
     """Times all versions of one block, then looks at the memory of each."""
     block, x, grad = block_of(model, device, seq)
     if checkpointing:
         block = Checkpointed(block)
     smoke = x.device.type == "cpu"
-    with attending(attention, x.device):
-        found = variants.compare(block, x, grad, recipe, smoke, seconds)
-        memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
+    found = variants.compare(block, x, grad, recipe, smoke, seconds)
+    memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
     return {**found.row(), "memory": memory, "seq": seq, "clocks": common.clocks()}
 
 
@@ -145,20 +120,10 @@ def memory_of(variant: Variant) -> dict[str, int]:
     return {"saved": saved, "peak": peak}
 
 
-def _order(row: Row) -> tuple[Any, ...]:
-    return row["checkpointing"], row.get("attention", FLASH) != FLASH, row["model"], row["recipe"]
-
-
-def label(row: Row) -> str:
-    """A case in a few words; what is usual is not said."""
-    by = ", cuDNN's attention" if row.get("attention") == CUDNN else ""
-    return f"{row['model']} {row['recipe']}{by}" + (", checkpointed" if row["checkpointing"] else "")
-
-
 def grids(result: dict[str, Any]) -> list[Grid]:
     """Speedups, and memory."""
-    rows = sorted(result["rows"], key=_order)
-    labels = [label(row) for row in rows]
+    rows = sorted(result["rows"], key=lambda r: (r["checkpointing"], r["model"], r["recipe"]))
+    labels = [f"{r['model']} {r['recipe']}" + (", checkpointed" if r["checkpointing"] else "") for r in rows]
     speed = tuple(
         (
             case,
@@ -235,7 +200,7 @@ def smoke() -> int:
     torch.set_num_threads(1)
     rows = []
     for checkpointing in (False, True):
-        case: dict[str, Any] = dict(zip(CASE, ("tiny", "tensorwise", checkpointing, FLASH), strict=True))
+        case: dict[str, Any] = dict(zip(CASE, ("tiny", "tensorwise", checkpointing), strict=True))
         rows.append({**case, **measure(**case, device="cpu", seq=_SMOKE_SEQ, seconds=0.0)})
     return common.end_smoke(rows, grids({"rows": rows}))
 

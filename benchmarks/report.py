@@ -128,10 +128,7 @@ def _draw_block(figure: Figure, result: Result) -> None:
     """Speedup, saved and peak bytes of each version relative to bf16, one group per case."""
     rows = result["rows"]
     labels = [
-        llama_block.label(row)
-        .removeprefix("llama3_")
-        .replace("checkpointed", "ckpt")
-        .replace("'s attention", "")
+        f"{row['model'].removeprefix('llama3_')} {row['recipe']}{', ckpt' if row['checkpointing'] else ''}"
         for row in rows
     ]
     has_memory = any(row["memory"] for row in rows)

@@ -7,7 +7,8 @@ Inductor counts each tensor of a kernel once. Three things in the code it genera
   or if the whole tensor does; where the loops run across rows (column amaxes), only the latter;
 * a **combo kernel** runs the parts it was combined from one after the other; each reads its tensors anew;
 * a **transposed store** of a reduction goes to addresses far apart, a few bytes each: Inductor tiles
-  pointwise kernels through shared memory, but not reductions.
+  pointwise kernels through shared memory, but not reductions. So does a **scattered load**, where neither the next output
+  nor the next element to reduce is near in memory: each element is then a transaction of 32 bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ L2_BYTES, PROCESSORS = 50 << 20, 132
 _STAYS = L2_BYTES // 2
 #: Programs that run on a multiprocessor at a time, each with a row.
 _PROGRAMS = 2
+#: Bytes that memory is read by.
+_SECTOR = 32
 
 _LOOP = re.compile(r"\s+for \w*offset in ")
 _PART = re.compile(r"\s+(?:el)?if pid < ")
@@ -34,6 +37,12 @@ _ALONG = re.compile(r"(?:^|\+ )r0_\d+(?: \+|$)")
 _ACROSS = re.compile(r"\d+\*r0_\d+")
 _CONSTANT = re.compile(r"(?:^|\+ )(\d+)(?: \+|$)")
 _X_ALONG = re.compile(r"(?:^|\+ )x\d+(?: \+|$)")
+#: Variables of an index, by those that count a program's elements.
+_VARIABLE = re.compile(r"^\s+([xyz]\d+|r\d_\d+) = (.+)$")
+_COUNTERS = ("xindex", "yindex", "zindex", "r0_index", "r1_index")
+_ARITHMETIC = re.compile(r"[\w\s+*/%()-]+")
+#: Places at which neighbours are looked for; some are at the end of a row.
+_PLACES = (0, 1, 5, 9, 17)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class _Part:
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
     stores: list[tuple[str, str]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 def reread_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
@@ -102,6 +112,40 @@ def strided_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
     return total
 
 
+def scattered_bytes(source: str, tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the tensors that a kernel reads element by element, each far from the next, and that fill the L2 cache."""
+    total = 0
+    for part in _parts(inlined(source)):
+        for name, passes in part.loads.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor.bytes <= _STAYS:
+                continue
+            steps = [_step(index, part.variables) for index in _indices(passes)]
+            if any(step is not None and step * tensor.itemsize >= _SECTOR for step in steps):
+                total += tensor.bytes
+    return total
+
+
+def _step(index: str, variables: Mapping[str, str]) -> int | None:
+    """Elements to the nearest neighbour, in whichever direction; ``None`` where an index is read from memory."""
+    known = set(variables) | set(_COUNTERS)
+    if not _ARITHMETIC.fullmatch(index) or not known.issuperset(re.findall(r"[a-z]\w*", index)):
+        return None
+
+    def address(**counters: int) -> int:
+        places = dict.fromkeys(_COUNTERS, 0) | counters
+        values = {name: eval(text, {}, places) for name, text in variables.items()}
+        return int(eval(index, {}, {**places, **values}))
+
+    steps = []
+    whole = re.sub(r"\w+", lambda name: variables.get(name[0], name[0]), index)
+    for counter in _COUNTERS:
+        if counter in whole:
+            at = [abs(address(**{counter: place + 1}) - address(**{counter: place})) for place in _PLACES]
+            steps.append(sorted(at)[len(at) // 2])
+    return min(steps, default=0)
+
+
 _BODY = re.compile(r"^def (\w+_body_\d+)\(([^)]*)\):\n((?:(?:[ \t].*)?\n)*)", re.MULTILINE)
 
 
@@ -142,6 +186,8 @@ def _parts(source: str) -> Iterator[_Part]:
             part = _Part()
         if length := _LENGTH.search(line):
             part.length = int(length[1])
+        if (variable := _VARIABLE.match(line)) and _ARITHMETIC.fullmatch(variable[2]):
+            part.variables[variable[1]] = variable[2]
         if _LOOP.match(line):
             part.loops += 1
         for name, index in _LOAD.findall(line):

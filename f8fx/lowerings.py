@@ -60,7 +60,7 @@ def register() -> None:
     table.register(ops.column_sums, lambda x: column_sums(table, x))
     table.register(ops.amax_both, lambda *tensors: amax_both(table, *tensors))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))
-    table.register(ops.materialize, lambda x: _materialize(table, x))
+    table.register(ops.materialize, lambda x, whole=False: _materialize(table, x, whole))
     table.register(ops.rounded, table.rounded)
     table.register(ops.concat, lambda tensors, dim: table.concatenation(tensors, dim))
     table.register(ops.dequantize_both, lambda *args, **kwargs: _dequantize_both(table, *args, **kwargs))
@@ -205,12 +205,13 @@ def _quantize_both(
         )
 
 
-def _materialize(table: Lowering, x: Any) -> Any:
-    whole = table.parts(x)
-    if whole is None:
+def _materialize(table: Lowering, x: Any, whole: bool) -> Any:
+    parts = table.parts(x)
+    if parts is None:
         return table.realized(x)
-    # the kernels that compute the parts write them to their places, and what reads the whole may still read parts
-    return table.side_by_side(table.filled(whole.values, whole.dim), whole)
+    # the kernels that compute the parts write them to their places
+    written = table.filled(parts.values, parts.dim)
+    return written if whole else table.side_by_side(written, parts)
 
 
 def _dequantize(

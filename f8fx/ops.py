@@ -15,7 +15,8 @@
 ``relayout``           bit-exact copy of a float8 tensor, transposed and padded if asked
 ``concat``             tensors side by side, as one operand of a merged gemm; never written to memory:
                        ``amax``, ``column_sums`` and ``quantize`` of it read the parts where they lie
-``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it
+``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it; of a ``concat``
+                       the parts may still be, unless ``whole``
 ``rounded``            the same tensor, with no more digits than its dtype has: a kernel that makes and reads it keeps
                        the float32 it computed with otherwise
 ``grouped_mm``         float8 matmul of rows by the matrices of their experts, on devices for which PyTorch has none
@@ -59,7 +60,7 @@ _SCHEMAS = (
     "bool alternate=False) -> Tensor",
     "relayout(Tensor data, *, bool transpose=False, int[2] align=[1, 1]) -> Tensor",
     "concat(Tensor[] tensors, int dim) -> Tensor",
-    "materialize(Tensor x) -> Tensor",
+    "materialize(Tensor x, *, bool whole=False) -> Tensor",
     "rounded(Tensor x) -> Tensor",
     "grouped_mm(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor offsets, *, "
     "ScalarType dtype) -> Tensor",
@@ -160,6 +161,10 @@ def _concat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(tensors), dim)
 
 
+def _materialize(x: Tensor, *, whole: bool = False) -> Tensor:
+    return x.clone()
+
+
 def _copy(x: Tensor) -> Tensor:
     return x.clone()
 
@@ -188,7 +193,7 @@ for _name, _implementation in (
     ("dequantize_both", _dequantize_both),
     ("relayout", _relayout),
     ("concat", _concat),
-    ("materialize", _copy),
+    ("materialize", _materialize),
     ("rounded", _copy),
     ("grouped_mm", _grouped_mm),
 ):
@@ -288,6 +293,10 @@ def _(data, *, transpose=False, align=(1, 1)):
 
 
 @torch.library.register_fake("f8fx::materialize", lib=_LIB)
+def _(x, *, whole=False):
+    return torch.empty_like(x)
+
+
 @torch.library.register_fake("f8fx::rounded", lib=_LIB)
 def _(x):
     return torch.empty_like(x)

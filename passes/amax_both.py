@@ -13,8 +13,8 @@ The same goes for a gradient whose parts stand side by side, and are in memory e
 a row of all of them Inductor would read them twice. Parts of several widths (of merged layers) are a kernel for each; what
 there is none for, beside a part that is computed, has its amaxes taken by Inductor's.
 
-Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row) that is no read less, and
-what moves elements about on its way (RoPE) the kernel has no words for: these stay as they are.
+Where whole rows have to be in a kernel anyway (a norm's gradient: it needs sums over the row) that is no read less: these stay as
+they are. What moves elements about on its way (RoPE) the kernel has no words for; :mod:`passes.materialize` has written it.
 Other tensors in memory are :mod:`passes.one_read`'s, which runs before.
 """
 

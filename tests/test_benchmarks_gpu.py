@@ -331,15 +331,7 @@ def _results(folder: Path) -> None:
     for day, name, rows, summary in (
         ("2026-01-01", "llama_block", [block], {}),
         ("2026-01-01", "train_1b", training, train_1b.summary(training)),
-        (
-            "2026-01-02",
-            "llama_block",
-            [
-                {**block, "attention": "cudnn", "ms": {"bf16": 16, "f8fx": 10}},
-                {**block, "attention": "flash", "ms": {"bf16": 15, "f8fx": 10}},
-            ],
-            {},
-        ),
+        ("2026-01-02", "llama_block", [{**block, "ms": {"bf16": 15, "f8fx": 10}}], {}),
     ):
         result = {"name": name, "stamp": {**stamp, "date": day}, "rows": rows, "summary": summary}
         (folder / f"{day}-nvidia-h200-{name}.json").write_text(json.dumps(result))
@@ -351,7 +343,6 @@ def test_the_headline_holds_what_results_hold_and_nothing_else(tmp_path, capsys)
     page = capsys.readouterr().out
     assert "### NVIDIA H200" in page
     assert "| 8B block, tensorwise: f8fx over bf16 | >= 1.40 | 1.50 | 2026-01-02, " in page
-    assert "| the same with cuDNN's attention: f8fx over bf16 | >= 1.40 | 1.60 | 2026-01-02, " in page
     assert "| 8B block, tensorwise: f8fx over torchao | >= 1.10 | not measured | - |" in page
     assert "f8fx over torchao | - | 1.20 | 2026-01-02" in page
     assert "| 0.25 (100 steps) | 2026-01-01" in page

@@ -595,7 +595,7 @@ class TestBlock(TestCase):
         self.assertExpectedInline(
             self.large("rowwise"),
             """\
-1838.1 MB by 34 kernels
+1902.1 MB by 35 kernels
  113.3 MB  triton_row_cast_columns_kernel
  119.5 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
   58.7 MB  triton_add_amax_mul_permute_quantize_reciprocal_scale_sigmoid_slice_squeeze_view
@@ -603,14 +603,15 @@ class TestBlock(TestCase):
  100.7 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_scale_squeeze_view
   50.4 MB  triton_row_cast_columns_kernel
   50.3 MB  triton_add_view
-  51.5 MB  triton_add_amax_amax_both_cat_convert_element_type_erf_exp_mul_neg_permute_quantize_rowwise_reciprocal_scale_sigmoid_slice_squeeze_sub_sum_view
+  51.5 MB  triton_add_amax_amax_both_convert_element_type_erf_exp_mul_permute_quantize_rowwise_reciprocal_scale_sigmoid_squeeze_sub_sum_view
  163.6 MB  triton_concat_quantize
  136.4 MB  triton_computed_amaxes_kernel
  235.0 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
-  68.2 MB  triton_computed_amaxes_kernel
- 178.3 MB  triton_add_amax_both_cat_convert_element_type_mul_neg_permute_quantize_quantize_both_scale_sigmoid_slice_squeeze_sub_view
+  69.2 MB  triton_add_cat_convert_element_type_mul_neg_permute_slice
+ 101.8 MB  triton_computed_amaxes_kernel
+ 176.2 MB  triton_mul_permute_quantize_quantize_both_sigmoid_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
   75.6 MB  triton_add_convert_element_type_mul_quantize_squeeze_sub""",
         )

@@ -451,7 +451,6 @@ def test_experts_whose_rows_are_chosen_at_run_time():
             exact = outcome(reference, reference, x.detach().cpu().requires_grad_(), mask.cpu(), counts.cpu())
             found, wanted = outcome(model, call, x, mask, counts), outcome(model, fixed, x)
             for true, want, value in zip(exact, wanted, found, strict=True):
-                # kernels differ, and so does what is rounded in them: about as far from each other as float8 is from bf16
+                # kernels differ, and so does what is rounded in them: the two are as far from each other as from bf16
                 known, quality = sqnr(true, want.cpu()), sqnr(true, value.cpu())
                 assert quality > known - 1, (counts, known, quality, sqnr(want, value))
-                assert sqnr(true, value) > sqnr(true, want) - 1

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks import floor
 from benchmarks.blocks import rotate
-from benchmarks.rereads import Tensor, inlined, reread_bytes, strided_bytes
+from benchmarks.rereads import Tensor, inlined, reread_bytes, scattered_bytes, strided_bytes
 from f8fx.recipe import PRESETS
 
 pytest.importorskip("triton")
@@ -249,6 +249,43 @@ def test_a_reduction_that_stores_across_its_rows(stored, strided):
     tensors = {"in_ptr0": Tensor(64 << 20, 2), "out_ptr0": Tensor(32 << 20, 1)}
     assert strided_bytes(source, tensors) == strided
     assert strided_bytes(source.replace("reduction(", "pointwise("), tensors) == 0
+
+
+_SCATTERED = """
+@triton_heuristics.reduction(
+def kernel(in_ptr0):
+    if pid < num_xblocks_0:
+        x0 = (xindex % 32)
+        x1 = xindex // 32
+        r0_2 = r0_index
+        tmp4 = x0 < 16
+        tmp0 = tl.load(in_ptr0 + ({index}), r0_mask & tmp4, eviction_policy='evict_last', other=0.0)
+"""
+
+
+@pytest.mark.parametrize(
+    "index, scattered",
+    [
+        ("x1 + 4096*r0_2 + 1048576*x0", True),  # splits of a column side by side, and rows 8 kB apart
+        ("128*(x1 // 128) + 4096*r0_2 + 1048576*x0 + ((x1 % 128))", True),
+        ("32*x1 + x0 + 131072*r0_2", False),
+        ("r0_2 + 4096*x0 + 131072*x1", False),
+        ("4096*x1 + x0 // 4 + 131072*r0_2", False),  # four read one
+        ("x0 + tmp4*r0_2", False),  # where, is in memory
+    ],
+)
+def test_a_load_whose_neighbours_are_far_apart(index, scattered):
+    source = _SCATTERED.format(index=index)
+    assert scattered_bytes(source, {"in_ptr0": Tensor(64 << 20, 2)}) == scattered * (64 << 20)
+    assert scattered_bytes(source, {"in_ptr0": Tensor(16 << 20, 2)}) == 0  # out of the cache
+    assert scattered_bytes(source, {}) == 0
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.long)])
+def test_nothing_is_read_or_stored_against_its_order(recipe):
+    """On any release: RoPE's gradients were, on torch 2.11."""
+    row = traffic.count(*traffic.block("llama", 8192), traffic.Case(recipe))
+    assert row["strided_bytes"] == 0
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -246,18 +246,31 @@ def test_parts_of_other_widths():
     assert taken(lambda *args: of_two_widths(*args, function=lambda a: a), *inputs, scales="in_gemm") == 1
 
 
-def test_a_part_whose_elements_change_places_beside_one_that_is_computed():
+def test_a_part_that_needs_whole_rows_beside_one_that_is_computed():
     """The kernel has no words for the first, and is for the second."""
 
-    def f(x, weight, first, second, rotate=True, gate=torch.tanh):
+    def f(x, weight, first, second, gate=torch.tanh):
         a, b = F.linear(x, weight).split([64, 32], -1)
-        a = torch.cat([-a[:, 32:], a[:, :32]], 1) if rotate else a
+        a = torch.softmax(a, 1)
         return F.linear(a, first), F.linear(gate(b), second)
 
     inputs = randn(16, 32), randn(96, 32, seed=1), randn(64, 64, seed=2), randn(80, 32, seed=3)
     assert taken(f, *inputs, scales="in_gemm") == 1
     same_with_and_without(f, *inputs)
     assert taken(lambda *args: f(*args, gate=lambda b: b), *inputs, scales="in_gemm") == 0
+
+
+def test_a_part_whose_elements_change_places_is_in_memory():
+    """See `materialize`; the kernel takes it with what stands beside it."""
+
+    def f(x, weight, first, second):
+        a, b = F.linear(x, weight).split([64, 32], -1)
+        return F.linear(torch.cat([-a[:, 32:], a[:, :32]], 1), first), F.linear(torch.tanh(b), second)
+
+    inputs = randn(16, 32), randn(96, 32, seed=1), randn(64, 64, seed=2), randn(80, 32, seed=3)
+    (line,) = (line for line in lines(f, *inputs, scales="in_gemm") if "amax_both" in line)
+    assert "f8fx.amax_both(concat" in line
+    same_with_and_without(f, *inputs)
 
 
 def test_a_gradient_in_memory():

@@ -168,6 +168,84 @@ def test_the_gradients_of_norms_of_merged_layers(recipe):
     assert len(re.findall(r"bf16\[16,2,16\] = f8fx.materialize\(", text)) == 2
 
 
+def halves_turned(x, w):
+    """A projection to two heads, each of whose halves change places, as RoPE's do."""
+    first, second = F.linear(x, w).view(-1, 2, 16).chunk(2, -1)
+    return torch.cat((second, -first), -1).sin()
+
+
+def halves_padded(x, w):
+    """The same, of which autograd fills each half's gradient up with zeros."""
+    y = F.linear(x, w).view(-1, 2, 16)
+    return y.cos() * torch.cat((-y[..., 8:], y[..., :8]), -1)
+
+
+@pytest.mark.parametrize("function", [halves_turned, halves_padded])
+def test_a_gradient_whose_elements_are_moved(function):
+    """It is read by rows and by columns, in order where it is in memory."""
+    text = graph_after(function, *args(grad=True), recipe="rowwise")
+    (line,) = (line for line in text.splitlines() if "f8fx.materialize(" in line)
+    name, _, made = line.partition(":")
+    assert made.startswith(" bf16[16,32] = f8fx.materialize(") and made.endswith(", whole=True)")
+    for dim in (0, 1):
+        assert f"f8fx.amax({name}, {dim})" in text
+    assert f"f8fx.quantize_both({name}, " in text
+
+
+def test_gradients_that_are_moved_beside_one_that_is_not():
+    def f(x, q, k, v):
+        return halves_turned(x, q), halves_turned(x, k), F.linear(x, v)
+
+    weights = (randn(32, 32, seed=seed) for seed in (1, 2, 3))
+    text = graph_after(f, randn(16, 32), *weights, recipe="rowwise", target="h100")
+    (line,) = (line for line in text.splitlines() if ", whole=True)" in line)
+    assert " bf16[16,96] = f8fx.materialize(concat" in line
+
+
+def test_a_gradient_that_is_moved_beside_one_that_is_computed():
+    """The other part's amaxes and casts read what it is computed from."""
+
+    def f(x, q, k, v):
+        y = F.linear(x, v)
+        return halves_turned(x, q), halves_turned(x, k), y.sigmoid() * y
+
+    weights = (randn(32, 32, seed=seed) for seed in (1, 2, 3))
+    text = graph_after(f, randn(16, 32), *weights, recipe="rowwise", target="h100")
+    assert "concat_1: bf16[16,96] = f8fx.concat(" in text and "whole=True" not in text
+    assert len(re.findall(r"bf16\[16,32\] = f8fx.materialize\(view", text)) == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_a_gradient_whose_elements_are_moved_and_that_no_columns_scale(recipe):
+    assert marked(halves_turned, *args(grad=True), recipe=recipe) == 0
+
+
+def test_a_gradient_that_is_computed_where_it_lies():
+    assert marked(lambda x, w: F.linear(x, w).view(-1, 2, 16).sin(), *args(grad=True), recipe="rowwise") == 0
+
+
+def test_an_input_whose_elements_are_moved():
+    """Written, it would be saved for the backward."""
+
+    def f(x, w):
+        first, second = x.chunk(2, -1)
+        return F.linear(torch.cat((second, -first), -1).sin(), w)
+
+    assert marked(f, *args(grad=True), recipe="rowwise", save="fast") == 0
+
+
+@pytest.mark.parametrize("function", [halves_turned, halves_padded])
+def test_gradients_that_are_moved_are_the_same(function, monkeypatch):
+    x, w = args(grad=True)
+
+    def gradients():
+        return torch.autograd.grad(compiled(function, recipe="rowwise")(x, w).sum(), (x, w))
+
+    written = gradients()
+    monkeypatch.setattr(Materialize, "__call__", lambda self, graph: None)
+    assert all(map(torch.equal, gradients(), written))
+
+
 # -- what stays
 
 
