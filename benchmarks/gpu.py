@@ -91,7 +91,7 @@ def _tests() -> Part:
     ]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(TEST_PROCESSES)]
-    return Part("tests", tuple(command), 110, 60, keeps=False, env=_FEW_THREADS)
+    return Part("tests", tuple(command), 150, 60, keeps=False, env=_FEW_THREADS)
 
 
 def _benchmark(name: str, share: float, least: float, *extra: str, ahead: int = 0) -> Part:
@@ -104,12 +104,12 @@ PARTS = (
     _benchmark("llama_block", 60, 45, ahead=3),
     _benchmark("kernel_times", 50, 45),
     _benchmark("ceilings", 30, 25),
-    _benchmark("ablations", 50, 30, ahead=3),
-    _benchmark("linear_sweep", 60, 30, ahead=3),
+    _benchmark("ablations", 40, 30, ahead=3),
+    _benchmark("linear_sweep", 50, 30, ahead=3),
     _benchmark("kernels", 25, 25, ahead=1),
-    _benchmark("inference", 35, 30, ahead=2),
-    _benchmark("experts", 25, 20, ahead=1),
-    _benchmark("train_1b", 60, 55),
+    _benchmark("inference", 30, 30, ahead=2),
+    _benchmark("experts", 20, 20, ahead=1),
+    _benchmark("train_1b", 55, 55),
     _benchmark("compile_time", 20, 20, "--repeats", "1"),
     Part("calibrate", ("benchmarks.calibrate",), 10, 5, keeps=False),
 )
