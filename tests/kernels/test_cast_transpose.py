@@ -453,8 +453,15 @@ def test_starting_tile_fills_the_machine():
     assert row_cast.tile_of(64) == launch.Tile(32, 64, 4)
     assert row_cast.tile_of(14336) == launch.Tile(1, 16384, 16)
     assert row_cast.tile_of(28672) == launch.Tile(1, 8192, 16)
-    assert row_cast_columns.rows_per_program(4096, 14336, 132) == 32
-    assert row_cast_columns.rows_per_program(8192, 4096, 132) == 32
+    # 132 places, 528, and 528 again; few rows are not spread further
+    for rows, columns, step, programs in (
+        (4096, 14336, 32, 128),
+        (8192, 4096, 16, 512),
+        (38912, 4096, 76, 512),
+    ):
+        assert row_cast_columns.rows_per_program(rows, columns, 132) == step
+        assert row_cast_columns.programs([rows], step) == programs
+    assert row_cast_columns.rows_per_program(512, 4096, 132) == 16
 
 
 @on_host
