@@ -136,17 +136,17 @@ def test_too_small():
 
 def test_padding_that_costs_more_than_it_gains():
     """Float8 itself would pay: it does one column further."""
-    decisions = untouched(F.linear, *meta(8192, 4096, 1281), target="h100")
+    decisions = untouched(F.linear, *meta(8192, 8192, 1329), target="h100")
     assert reasons(decisions) == {"not a multiple of 16"}
-    assert {d.detail for d in decisions} == {"K=4096, N=1281: padding would cost more than float8 gains"}
-    assert all(d.converted for d in decisions_on("h100", *meta(8192, 4096, 1296)))
+    assert {d.detail for d in decisions} == {"K=8192, N=1329: padding would cost more than float8 gains"}
+    assert all(d.converted for d in decisions_on("h100", *meta(8192, 8192, 1344)))
 
 
 def test_what_gains_less_than_the_model_is_off_by():
-    decisions = untouched(F.linear, *meta(8192, 4096, 1088), target="h100")
+    decisions = untouched(F.linear, *meta(8192, 4096, 1376), target="h100")
     assert reasons(decisions) == {"too small"}
     assert {d.detail for d in decisions} == {
-        "too small: float8 would be 1.03x, which is within the model's error of 5%"
+        "too small: float8 would be 1.02x, which is within the model's error of 5%"
     }
 
 
