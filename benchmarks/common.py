@@ -357,10 +357,8 @@ def compile_ahead(
         for case in cases[index::count]:
             try:
                 measure(**case, seconds=0.0)
-            except (
-                Exception
-            ):  # short of memory beside the others, say; it is then compiled when it is measured
-                failed = 1
+            except Exception:
+                failed = 1  # short of memory beside the others, say; it is compiled when it is measured
                 console.print(f"FAILED: {case}\n{traceback.format_exc()}", markup=False)
             gc.collect()
             torch.cuda.empty_cache()
