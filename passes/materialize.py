@@ -14,7 +14,7 @@ between, of its own choosing: a tensor or two in float32. The gradient itself, r
 
 *Gradients whose elements are moved about*, as by RoPE's, scaled by rows and by columns. Inductor computes them again for each amax and
 each copy, and where columns are reduced it reads what they are computed from against its order in memory, 16 times the bytes of
-it (on an H100 the amaxes of a Llama block's q and k took 0.90 ms so, and both copies 0.39). In memory they are read in order, and
+it (on an H100 the amaxes of a Llama block's q and k took 0.90 ms so, and the launch with both copies 0.39). In memory they are read in order, and
 there are kernels for their amaxes (:mod:`passes.one_read`, :mod:`passes.amax_both`).
 
 *Gradients that a grouped matmul in high precision reads*, that of experts' weights. It reads memory, so Inductor writes a copy
