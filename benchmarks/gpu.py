@@ -115,6 +115,19 @@ PARTS = (
 )
 
 
+def _started(command: Sequence[str], env: Mapping[str, str], output: Any) -> subprocess.Popen[str]:
+    """A process, in a session of its own, so that its compile workers can be stopped with it."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **env},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 class Ahead:
     """Processes that compile the parts' cases; their compiled code is in the cache when they have ended."""
 
@@ -125,16 +138,7 @@ class Ahead:
                 # a file, since a full pipe that nobody reads would stop it
                 output = tempfile.TemporaryFile("w+")  # noqa: SIM115
                 command = [sys.executable, "-m", *part.command, "--ahead", f"{index}/{part.ahead}"]
-                process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**os.environ, **_FEW_THREADS},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-                self._running.append((part.name, process, output))
+                self._running.append((part.name, _started(command, _FEW_THREADS, output), output))
 
     def finish(self, seconds: float) -> None:
         """Waits, at most so long; then stops what still runs. What failed is compiled when it is measured."""
@@ -162,16 +166,7 @@ def run(part: Part, seconds: float, extra: tuple[str, ...] = ()) -> Row:
     limit = ("--budget-s", str(max(1, int(seconds)))) if part.keeps else ()
     command = [sys.executable, "-m", *part.command, *limit, *extra]
     start = time.monotonic()
-    # a session of its own, so that compile workers can be stopped with it
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **part.env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = _started(command, part.env, subprocess.PIPE)
     try:
         output, _ = process.communicate(timeout=seconds + GRACE_S)
     except subprocess.TimeoutExpired:
@@ -254,22 +249,24 @@ def main(argv: list[str] | None = None) -> int:
     recorder = common.Recorder(NAME, stamp, {"budget_s": args.budget_s}, args.results, fresh=True)
     ahead = Ahead([part for part in parts if not known.get(part.name)])
     ahead_until = time.monotonic() + AHEAD_SHARE * args.budget_s
-    for index, part in enumerate(parts):
-        if part.keeps:
-            ahead.finish(ahead_until - time.monotonic())  # nothing is measured beside them
-        if known.get(part.name):
-            recorder.add({"part": part.name, "seconds": 0.0, "returncode": 0, "outcome": ON_RECORD})
-            continue
-        left = budget.left - GRACE_S - STOP_S
-        share = part.share / sum(later.share for later in parts[index:] if not known.get(later.name))
-        seconds = max(share * left, part.least)
-        if seconds > left:
-            recorder.add({"part": part.name, "seconds": 0.0, "returncode": None, "outcome": OUT_OF_TIME})
-            continue
-        recorder.add(run(part, seconds, _extra(part, args.results, args.fresh)))
-        if args.archive:
-            archive(args.results, stamp, args.archive)
-    ahead.finish(0.0)  # nothing, unless all parts were left out
+    try:
+        for index, part in enumerate(parts):
+            if part.keeps:
+                ahead.finish(ahead_until - time.monotonic())  # nothing is measured beside them
+            if known.get(part.name):
+                recorder.add({"part": part.name, "seconds": 0.0, "returncode": 0, "outcome": ON_RECORD})
+                continue
+            left = budget.left - GRACE_S - STOP_S
+            share = part.share / sum(later.share for later in parts[index:] if not known.get(later.name))
+            seconds = max(share * left, part.least)
+            if seconds > left:
+                recorder.add({"part": part.name, "seconds": 0.0, "returncode": None, "outcome": OUT_OF_TIME})
+                continue
+            recorder.add(run(part, seconds, _extra(part, args.results, args.fresh)))
+            if args.archive:
+                archive(args.results, stamp, args.archive)
+    finally:
+        ahead.finish(0.0)  # also where it is interrupted
     good = {DONE, ON_RECORD}
     complete = all(row["outcome"] in good or row["part"] == "tests" for row in recorder.rows)
     failed = [

@@ -26,8 +26,8 @@ MOST = 8
 #: Bytes of the longest rows: two of them, the second on its way, are in shared memory (64 KiB of 99 or more).
 LONGEST_ROW = 32768
 #: Programs per multiprocessor, for rows of up to so many elements: as many as registers allow, 57 for each of 16 elements a
-#: thread, and 96 for each of 32. A row takes a program about 2 us, whatever the others do, so places must not stay empty: on
-#: an H100 256 programs reached 52 % of the bandwidth of a copy in 528 places, and 304 programs 65 %.
+#: thread, and 96 for each of 32. Places must not stay empty: on an H100, 256 programs in 528 places reached 52 % of the
+#: bandwidth of a copy, and 304 in them, with a launch of 128 in 132, 65 %.
 _PROGRAMS = ((4096, 4), (8192, 2), (LONGEST_ROW, 1))
 #: A program reduces at least so many rows, or entering its columns' amaxes is a good part of its work. **Not measured yet.**
 _FEWEST_ROWS = 16

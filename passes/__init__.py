@@ -13,7 +13,7 @@
    5     share       one amax, scale and cast for each tensor and granularity
    6     collectives casts move above all-gathers, so that float8 travels
    6a    amaxes      the amax of a tensor comes from its rows' or columns' amaxes, where that spares a read
-   6b    materialize residual sums, and gradients of norms over heads, are written once
+   6b    materialize residual sums, and gradients of norms over heads or out of RoPE, are written once
    7     tags        what activation checkpointing may recompute
    7b    one_read    row cast and column amaxes of a tensor in memory by one kernel of our own
   7c    amax_both   amaxes of rows and columns, and sums of columns, of a tensor that is not in memory by another

@@ -505,6 +505,36 @@ def test_failed_tests_are_named(monkeypatch):
     assert (row["outcome"], row["failed"]) == ("1 failed, 2 passed in 3s", ["tests/test_gpu.py::test_x"])
 
 
+def test_failed_tests_are_named_as_they_go(monkeypatch):
+    """By xdist, of a run that was stopped before its summary."""
+    lines = (
+        "[gw7] [ 84%] FAILED tests/test_gpu.py::test_x[a-b] \\n[gw1] [ 86%] PASSED tests/test_gpu.py::test_y "
+    )
+    code = f"import os; print('{lines}', flush=True); os._exit(1)"
+    row = gpu.run(gpu.Part("tests", ("timeit", "-n1", "-r1", code), 1.0, 0.0, keeps=False), 30)
+    assert row["failed"] == ["tests/test_gpu.py::test_x[a-b]"]
+
+
+def test_what_compiles_ahead_ends_when_the_command_is_interrupted(on_a_gpu, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(gpu, "run", interrupted)
+    monkeypatch.setattr(_NothingAhead, "finish", lambda self, seconds: ended.append(seconds))
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--results", str(tmp_path)])
+    assert ended == [0.0]
+
+
+def test_a_commit_that_is_named_is_the_one(monkeypatch):
+    """Where files were copied, git may know an older one."""
+    monkeypatch.setenv("F8FX_COMMIT", "abc")
+    assert common.commit() == ("abc", None)
+    monkeypatch.delenv("F8FX_COMMIT")
+    assert common.commit()[0] != "abc"
+
+
 def test_what_the_default_is_without_is_no_experiment(monkeypatch):
     def experiments():
         return {case["experiment"] for case in ablations.cases(quick=True)}

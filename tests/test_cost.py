@@ -586,10 +586,10 @@ def test_decisions_are_by_what_was_measured_of_f8fx() -> None:
 
 
 def test_predictions_are_near_what_was_measured() -> None:
-    """The committed results of an H100, of which the constants were fitted: within 0.05 on average, and on the same side."""
+    """The committed results of an H100, by which the constants were chosen; f8fx ran with scales in the gemm."""
     folder = Path(__file__).parents[1] / "benchmarks" / "results"
     rows = json.loads((folder / "2026-11-26-nvidia-h100-80gb-hbm3-linear_sweep.json").read_text())["rows"]
-    model = cost_model(hardware.find("h100"), rescales=True)
+    model = cost_model(hardware.find("h100"), rescales=False)
     errors = []
     for row in rows:
         if {"bf16", "f8fx"} <= row["ms"].keys():
