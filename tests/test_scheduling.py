@@ -157,6 +157,23 @@ def test_transposed_casts_of_one_source_are_one_kernel_and_not_that_which_reduce
     assert copies and all(kernel.reread == 0 for kernel in copies)
 
 
+def test_tiles_of_a_launch_are_tuned_in_rewritten_graphs_alone(monkeypatch):
+    from torch._inductor.codegen.triton_combo_kernel import ComboKernel
+    from torch._inductor.virtualized import V
+
+    monkeypatch.setattr(ComboKernel, "jit_line", lambda self, hint: f"tile_hint=TileHint.{hint},")
+    scheduling._tune_tiles.cache_clear()
+    try:
+        scheduling._tune_tiles()
+        launch = object.__new__(ComboKernel)
+        with V.set_graph_handler(SimpleNamespace()):
+            assert launch.jit_line("SQUARE") == "tile_hint=TileHint.SQUARE,"
+            V.graph.__dict__[scheduling._TUNED] = False
+            assert launch.jit_line("SQUARE") == "tile_hint=TileHint.DEFAULT,"
+    finally:
+        scheduling._tune_tiles.cache_clear()
+
+
 def test_the_users_partition_of_graphs_that_are_not_rewritten():
     from torch._inductor.codegen import triton_combo_kernel as combo
     from torch._inductor.virtualized import V
