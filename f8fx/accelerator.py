@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
-Float8Format = Literal["e4m3", "e5m2"]
-Granularity = Literal["tensorwise", "rowwise"]
+from .recipe import Float8Format, Granularity
 
 #: (major, minor) for NVIDIA, the gcn architecture's name for AMD, ``None`` for the CPU.
 Capability = tuple[int, int] | str | None

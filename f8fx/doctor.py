@@ -23,6 +23,7 @@ from rich.text import Text
 
 from f8fx import canary
 from f8fx.hardware import Hardware, of_device
+from f8fx.lacks import lacks
 from f8fx.recipe import PRESETS, ROLES, Recipe
 from f8fx.torch_private import SUPPORTED_TORCH, check_version, supports_rowwise_scaled_mm
 
@@ -280,11 +281,9 @@ def runs(recipe: Recipe, device_type: str, hardware: Hardware) -> str:
         spec for role in ROLES if (gemm := recipe.gemm(role)) is not None for spec in (gemm.left, gemm.right)
     ]
     for spec in specs:
-        if spec.dtype not in hardware.float8_dtypes:
-            return f"no: the hardware has no {spec.dtype}"
-        if spec.granularity not in hardware.granularities:
+        if missing := lacks(hardware, spec):
             built = f" with a torch built for CUDA {torch.version.cuda}" if device_type == "cuda" else ""
-            return f"no: torch._scaled_mm takes no {spec.granularity} scales on {hardware.name}{built}"
+            return f"no: {missing}{built}"
     if hardware.float8_tensor_cores:
         return "yes"
     rowwise = any(spec.granularity == "rowwise" for spec in specs)

@@ -13,10 +13,10 @@ import re
 
 import torch
 
-from .accelerator import Capability, Float8Format, Granularity, Hardware
+from .accelerator import Capability, Hardware
 from .hardware_table import A100, CPU, HARDWARE, MI300X, NO_FLOAT8
 
-__all__ = ["HARDWARE", "Capability", "Float8Format", "Granularity", "Hardware", "find", "names", "of_device"]
+__all__ = ["HARDWARE", "Capability", "Hardware", "find", "names", "of_device"]
 
 
 def names() -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from .accelerator import Float8Format, Granularity, Hardware
+from .accelerator import Hardware
+from .recipe import Float8Format, Granularity
 
 _OCP: Mapping[Float8Format, torch.dtype] = MappingProxyType(
     {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from f8fx.kernels import cast, grouped, row_cast_columns
+from f8fx.kernels import cast, cast_transpose, grouped, row_cast_columns
 from f8fx.torch_private import statically_true
 
 _LIB = torch.library.Library("f8fx", "DEF")
@@ -96,23 +96,6 @@ def _quantize(
     align: Sequence[int] = (1, 1),
 ) -> Tensor:
     return cast.quantize(x, scale, dtype, dim, transpose, list(align))
-
-
-def _quantize_both(
-    x: Tensor,
-    scale: Tensor,
-    scale_t: Tensor,
-    *,
-    dtype: torch.dtype,
-    dim: int | None = None,
-    dim_t: int | None = None,
-    align: Sequence[int] = (1, 1),
-    align_t: Sequence[int] = (1, 1),
-) -> tuple[Tensor, Tensor]:
-    return (
-        cast.quantize(x, scale, dtype, dim, False, list(align)),
-        cast.quantize(x, scale_t, dtype, dim_t, True, list(align_t)),
-    )
 
 
 def _quantize_rowwise(
@@ -187,7 +170,7 @@ for _name, _implementation in (
     ("column_sums", _column_sums),
     ("scale", _scale),
     ("quantize", _quantize),
-    ("quantize_both", _quantize_both),
+    ("quantize_both", cast_transpose.reference),
     ("quantize_rowwise", _quantize_rowwise),
     ("dequantize", _dequantize),
     ("dequantize_both", _dequantize_both),

@@ -19,7 +19,8 @@ from f8fx import hardware as hardware_table
 from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.hardware import Hardware
-from f8fx.recipe import QuantSpec, Recipe
+from f8fx.lacks import lacks, lacks_grouped, not_grouped
+from f8fx.recipe import Recipe
 from f8fx.report import GemmInfo
 from f8fx.torch_private import size_hint, statically_true
 
@@ -174,37 +175,28 @@ class Select:
             return Skip(gemm, f"no float8 tensor cores on {hardware.name}", hint)
         for operand in (gemm.left, gemm.right):
             spec = self._operand_spec(gemm, operand)
-            if spec.dtype not in hardware.float8_dtypes:
-                return Skip(gemm, f"no {spec.dtype} on {hardware.name}")
-            if spec.granularity not in hardware.granularities:
-                return Skip(gemm, f"no {spec.granularity} float8 gemm on {hardware.name}")
-            if self.runs and (
-                lacks := _lacks(_hardware_of(gemm.device), spec, hardware.float8_dtypes[spec.dtype])
-            ):
-                return Skip(gemm, f"target {hardware.name}: {lacks}")
+            if missing := lacks(hardware, spec):
+                return Skip(gemm, missing)
+            dtype = hardware.float8_dtypes[spec.dtype]
+            if self.runs and (missing := lacks(_hardware_of(gemm.device), spec, dtype)):
+                return Skip(gemm, f"target {hardware.name}: {missing}")
         return None
 
     def _experts_guard(self, gemm: Gemm) -> Skip | None:
-        """What ``torch._scaled_grouped_mm`` takes: e4m3 alone, sizes in multiples of 16, a bfloat16 result.
-
-        Rows that are no expert's may hold anything, infinities too: a scale for all rows would follow them.
-        """
+        """What ``torch._scaled_grouped_mm`` takes: certain operands, sizes in multiples of 16, a bfloat16 result."""
         if not gemm.experts:
             return None
-        hardware, own = self.hardware_of(gemm.device), _hardware_of(gemm.device)
-        if not hardware.grouped_gemm:
-            return Skip(gemm, f"no grouped float8 gemm on {hardware.name}")
-        if self.runs and not own.grouped_gemm:
-            return Skip(gemm, f"target {hardware.name}: no grouped float8 gemm on {own.name}")
+        hardware = self.hardware_of(gemm.device)
+        if missing := lacks_grouped(hardware):
+            return Skip(gemm, missing)
+        if self.runs and (missing := lacks_grouped(_hardware_of(gemm.device))):
+            return Skip(gemm, f"target {hardware.name}: {missing}")
         if gemm.dtype != torch.bfloat16:
             name = str(gemm.dtype).removeprefix("torch.")
             return Skip(gemm, f"grouped {name} matmul", "grouped float8 gemms give bfloat16 alone")
-        if self._operand_spec(gemm, gemm.left).granularity != "rowwise":
-            why = "rows of no expert may hold anything: each needs a scale of its own"
-            return Skip(gemm, "grouped matmul under a recipe that is not rowwise", why)
-        for operand in (gemm.left, gemm.right):
-            if (wanted := self._operand_spec(gemm, operand).dtype) != "e4m3":
-                return Skip(gemm, "grouped float8 gemms take e4m3 alone", f"{operand.kind} is {wanted}")
+        reason, detail = not_grouped(self.recipe, gemm.role)
+        if reason:
+            return Skip(gemm, reason, detail)
         for letter, size in (("k", gemm.k), ("n", gemm.n)):
             if not is_aligned(size):
                 return Skip(
@@ -237,15 +229,6 @@ class Select:
 def is_aligned(size: Size) -> bool:
     """Whether a size is a multiple of 16 whatever its value at run time."""
     return statically_true(size % ALIGNMENT == 0)
-
-
-def _lacks(device: Hardware, spec: QuantSpec, dtype: torch.dtype) -> str:
-    """What a device would need to run a gemm with such an operand, of that dtype, and has not got; "" if it can."""
-    if dtype not in device.float8_dtypes.values():
-        return f"no {str(dtype).removeprefix('torch.')} on {device.name}"
-    if spec.granularity not in device.granularities:
-        return f"no {spec.granularity} float8 gemm on {device.name}"
-    return ""
 
 
 def _is_float8(gemm: Gemm | Unmatched) -> bool:

@@ -114,7 +114,7 @@ def test_a_recipe_names_the_granularity_that_the_hardware_lacks():
 
     tensorwise_only = dataclasses.replace(find("h100"), granularities=("tensorwise",))
     assert runs(PRESETS["tensorwise"], "cuda", tensorwise_only) == "yes"
-    assert "no rowwise scales on h100" in runs(PRESETS["rowwise"], "cuda", tensorwise_only)
+    assert "no rowwise float8 gemm on h100" in runs(PRESETS["rowwise"], "cuda", tensorwise_only)
 
 
 def test_on_cpu_every_recipe_is_emulation():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from f8fx.hardware import Hardware
+from f8fx.lacks import lacks_grouped, not_grouped
 from f8fx.recipe import Recipe, Role
 
 _ROLES: tuple[Role, ...] = ("output", "grad_input")
@@ -32,14 +33,5 @@ def contracted(module: nn.Module) -> tuple[int, int]:
 
 def why_no_grouped_gemm(recipe: Recipe, hardware: Hardware) -> str:
     """Why layers of experts stay in high precision, whose weights must then too; "" if they do not."""
-    if not hardware.grouped_gemm:
-        return f"no grouped float8 gemm on {hardware.name}"
-    for role in _ROLES:
-        spec = recipe.gemm(role)
-        if spec is None:
-            continue  # said of every weight
-        if spec.left.granularity != "rowwise":
-            return "grouped matmul under a recipe that is not rowwise"
-        if (spec.left.dtype, spec.right.dtype) != ("e4m3", "e4m3"):
-            return "grouped float8 gemms take e4m3 alone"
-    return ""
+    reasons = (lacks_grouped(hardware), *(not_grouped(recipe, role)[0] for role in _ROLES))
+    return next(filter(None, reasons), "")

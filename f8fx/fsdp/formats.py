@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from f8fx.hardware import Hardware
 from f8fx.kernels import cast
+from f8fx.lacks import lacks
 from f8fx.recipe import QuantSpec, Recipe
 
 
@@ -62,10 +63,8 @@ def formats_of(recipe: Recipe, hardware: Hardware, contracted: tuple[int, int]) 
 
 
 def _format(spec: QuantSpec, dim: int, hardware: Hardware) -> Format:
-    if spec.dtype not in hardware.float8_dtypes:
-        raise ValueError(f"no {spec.dtype} on {hardware.name}")
-    if spec.granularity not in hardware.granularities:
-        raise ValueError(f"no {spec.granularity} float8 gemm on {hardware.name}")
+    if missing := lacks(hardware, spec):
+        raise ValueError(missing)
     return Format(
         hardware.float8_dtypes[spec.dtype],
         None if spec.granularity == "tensorwise" else dim,
