@@ -18,7 +18,7 @@ import torch
 
 from f8fx.tuning import TUNING, tuning
 
-from . import common, variants
+from . import common, running, variants
 from .common import Grid, Row, console, show
 from .llama_block import SEQ, block_of, memory_of
 from .timing import interleaved, sustained
@@ -201,23 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cpu_smoke:
         return smoke(args.only)
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
     todo = cases(args.quick, args.only)
-    if args.ahead:
-        return common.compile_ahead(todo, args.ahead, measure)
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {"seq": SEQ}, args.results, args.fresh)
-    complete = common.run_cases(todo, recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(summary(recorder.rows), complete)
-    for grid in grids(result):
-        grid.print()
-    for entries in result["summary"].values():
-        for entry in entries:
-            console.print(f"  {entry}", markup=False)
-    console.print(f"Written to {path}")
-    return int(recorder.failed)
+    return running.run(args, NAME, todo, measure, summary, grids, {"seq": SEQ}, running.tell_all)
 
 
 def smoke(only: Collection[str]) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 from f8fx.demo.model import DecoderConfig
 from f8fx.recipe import Role
 
-from . import common, shapes
+from . import common, running, shapes
 from .common import Grid, Row, console, show
 from .shapes import GemmShape
 from .timing import Step, in_a_row, interleaved
@@ -293,17 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     args = common.parser(__doc__, smoke=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {"tokens": TOKENS}, args.results, args.fresh)
-    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(summary(recorder.rows), complete)
-    for grid in grids(result):
-        grid.print()
-    console.print(f"Written to {path}")
-    return int(recorder.failed)
+    return running.run(args, NAME, cases(args.quick), measure, summary, grids, {"tokens": TOKENS})
 
 
 def smoke() -> int:

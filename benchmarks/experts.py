@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import common, variants
-from .common import Row, console
+from . import common, running, variants
+from .common import Row
 from .linear_sweep import print_verdicts
 from .llama_block import CASE, grids, memory_of
 
@@ -123,24 +123,17 @@ def measure(
     return {**found.row(), "memory": memory, "tokens": tokens, "clocks": common.clocks()}
 
 
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Which versions were slower than which."""
+    return variants.verdicts(rows, CASE)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = common.parser(__doc__, smoke=True, ahead=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
-    if args.ahead:
-        return common.compile_ahead(cases(args.quick), args.ahead, measure)
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {"tokens": TOKENS}, args.results, args.fresh)
-    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(variants.verdicts(recorder.rows, CASE), complete)
-    for grid in grids(result):
-        grid.print()
-    print_verdicts(result["summary"])
-    console.print(f"Written to {path}")
-    return int(recorder.failed)
+    settings = {"tokens": TOKENS}
+    return running.run(args, NAME, cases(args.quick), measure, summary, grids, settings, print_verdicts)
 
 
 def smoke() -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from f8fx.backend import f8fx
 from f8fx.report import GraphReport, recording
 
-from . import common, variants
+from . import common, running, variants
 from .common import Grid, Row, console, show
 from .llama_block import block_of
 from .timing import interleaved, sustained
@@ -216,22 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     args = common.parser(__doc__, smoke=True, ahead=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
-    if args.ahead:
-        return common.compile_ahead(cases(args.quick), args.ahead, measure)
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {}, args.results, args.fresh)
-    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(summary(recorder.rows), complete)
-    for grid in grids(result):
-        grid.print()
-    for entries in result["summary"].values():
-        for entry in entries:
-            console.print(f"  {entry}", markup=False)
-    console.print(f"Written to {path}")
-    return int(recorder.failed)
+    return running.run(args, NAME, cases(args.quick), measure, summary, grids, tell=running.tell_all)
 
 
 def smoke() -> int:

@@ -14,6 +14,7 @@ that were generated: the goal is a total within 1.10 of it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ import torch
 
 from f8fx.torch_private import inductor_config
 
-from . import ceilings, common, floor, variants
+from . import ceilings, common, floor, running, variants
 from .codegen import Lowered, watched
 from .common import Grid, Row, console, show
 from .llama_block import SEQ, block_of
@@ -327,22 +328,12 @@ def main(argv: list[str] | None = None) -> int:
     args = common.parser(__doc__, smoke=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {"seq": SEQ}, args.results, args.fresh)
-    machine = Machine("cuda", 0.25)
+    machine = functools.cache(lambda: Machine("cuda", 0.25))
 
     def measured(**case: Any) -> Row:
-        return measure(**case, machine=machine)
+        return measure(**case, machine=machine())
 
-    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measured)
-    result, path = recorder.finish(summary(recorder.rows), complete)
-    for grid in grids(result):
-        grid.print()
-    console.print(f"Written to {path}")
-    return int(recorder.failed)
+    return running.run(args, NAME, cases(args.quick), measured, summary, grids, {"seq": SEQ})
 
 
 def smoke() -> int:

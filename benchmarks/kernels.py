@@ -25,7 +25,7 @@ from f8fx.kernels import cast as definition
 from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, launch, row_cast, row_cast_columns
 from f8fx.torch_private import jit_function
 
-from . import common
+from . import common, running
 from .common import Grid, Row, console, show
 from .timing import in_a_row, interleaved
 from .variants import one_line
@@ -309,19 +309,11 @@ def main(argv: list[str] | None = None) -> int:
     args = common.parser(__doc__, smoke=True, ahead=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
-    if args.ahead:
-        return common.compile_ahead(cases(args.quick), args.ahead, measure)
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {}, args.results, args.fresh)
-    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(summary(recorder.rows), complete)
-    for grid in grids(result):
-        grid.print()
-    console.print(f"Written to {path}")
-    return int(recorder.failed or any(not row["exact"].get("f8fx", True) for row in recorder.rows))
+    return running.run(args, NAME, cases(args.quick), measure, summary, grids, wrong=_is_wrong)
+
+
+def _is_wrong(rows: list[Row]) -> bool:
+    return any(not row["exact"].get("f8fx", True) for row in rows)
 
 
 def smoke() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import common, variants
+from . import common, running, variants
 from .common import Grid, Row, console, show
 
 NAME = "linear_sweep"
@@ -137,21 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
     todo = cases(args.sizes, args.quick)
-    if args.ahead:
-        return common.compile_ahead(todo, args.ahead, measure)
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {}, args.results, args.fresh)
-    complete = common.run_cases(todo, recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(summary(recorder.rows), complete)
-    for grid in grids(result):
-        grid.print()
-    print_verdicts(result["summary"])
-    console.print(f"Written to {path}")
-    return int(recorder.failed)
+    return running.run(args, NAME, todo, measure, summary, grids, tell=print_verdicts)
 
 
 def smoke() -> int:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from f8fx.demo.model import DecoderBlock, DecoderConfig, rotation
 
-from . import common, variants
+from . import common, running, variants
 from .common import Grid, Row, console, show
 from .linear_sweep import print_verdicts
 from .variants import Variant
@@ -177,22 +177,13 @@ def main(argv: list[str] | None = None) -> int:
     args = common.parser(__doc__, smoke=True, ahead=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    if reason := common.why_no_gpu():
-        console.print(reason)
-        return 0
-    if args.ahead:
-        return common.compile_ahead(cases(args.quick), args.ahead, measure)
-    device = torch.device("cuda", torch.cuda.current_device())
-    recorder = common.Recorder(NAME, common.stamp(device), {"seq": SEQ}, args.results, args.fresh)
-    complete = common.run_cases(cases(args.quick), recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(summary(recorder.rows), complete)
-    for grid in grids(result):
-        grid.print()
-    print_verdicts(result["summary"])
-    for entry in result["summary"]["checkpointing_saves_more_than_bf16"]:
+    return running.run(args, NAME, cases(args.quick), measure, summary, grids, {"seq": SEQ}, _tell)
+
+
+def _tell(found: dict[str, Any]) -> None:
+    print_verdicts(found)
+    for entry in found["checkpointing_saves_more_than_bf16"]:
         console.print(f"  saves more than bf16 under checkpointing: {entry}", markup=False)
-    console.print(f"Written to {path}")
-    return int(recorder.failed)
 
 
 def smoke() -> int:
