@@ -44,7 +44,12 @@ def clean(path: str) -> str:
     path = _ROOT.sub("", path)
     path = _MODULES.sub("", path)
     path = _INDEX.sub(r".\1", path)
-    return ".".join(part for part in path.split(".") if part and part not in _WRAPPERS)
+    return without_wrappers(path)
+
+
+def without_wrappers(name: str) -> str:
+    """A dotted name without the levels that checkpointing, compiling and sharding in place add to it."""
+    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
 
 
 def of_node(node: fx.Node) -> str:

@@ -7,7 +7,8 @@ A tensor that is sharded along dimension ``d`` and gathered inside the graph arr
     tensor   = slice(whole, d, 0, size)                                # "unpad", only where n does not divide size
     operand  = view / permute / pad / cast ... (tensor)
 
-and is read by ``f8fx.amax`` and ``f8fx.quantize``. :func:`find_readers` walks from each gather through
+and is read by ``f8fx.amax`` and ``f8fx.quantize``. (``dist.all_gather_into_tensor(out, shard)`` is traced as a copy of
+``gathered`` to a tensor like it, which is the same.) :func:`find_readers` walks from each gather through
 exactly these operators; whatever else it meets is a reader in high precision. Gathers of one value over
 one group count as one, since Inductor makes them one.
 
@@ -34,6 +35,7 @@ aten = torch.ops.aten
 
 all_gather = c10d.all_gather_into_tensor.default
 wait_tensor = c10d.wait_tensor.default
+copy = aten.copy.default
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 #: Operators a cast moves across: they keep the order of the elements, or permute dimensions.
@@ -196,7 +198,7 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
 
 
 def _step(node: fx.Node, user: fx.Node) -> Step | None:
-    if user.target in VIEWS or _is_whole(node, user):
+    if user.target in VIEWS or _is_whole(node, user) or _is_copied(node, user):
         return Step("view", (user,))
     if user.target in PERMUTES:
         return Step("permute", (user,))
@@ -206,6 +208,15 @@ def _step(node: fx.Node, user: fx.Node) -> Step | None:
         dtypes = {node.meta["val"].dtype, user.meta["val"].dtype}
         return Step("cast", (user,)) if dtypes <= FLOATS else None
     return None
+
+
+def _is_copied(node: fx.Node, user: fx.Node) -> bool:
+    """Whether all of a tensor is written over another one like it."""
+    if user.target is not copy or user.args[1] is not node or user.args[0] is node:
+        return False
+    before, after = node.meta["val"], user.meta["val"]
+    alike = before.dtype == after.dtype and before.device == after.device
+    return alike and after.is_contiguous() and all(map(is_same, shape_of(node), shape_of(user)))
 
 
 def _is_whole(node: fx.Node, user: fx.Node) -> bool:

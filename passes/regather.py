@@ -16,6 +16,7 @@ from torch import fx
 
 from f8fx import ops
 
+from . import gather
 from .commute import Copy, Move, Use, reduced_dim
 from .fake import set_value_by_layout
 from .gather import SIZE, Reader, all_gather, is_movement, shard_axes, wait_tensor
@@ -56,6 +57,7 @@ class Rewrite:
             old |= {reader.node, *(node for step in reader.steps for node in step.nodes)}
             if reader.node.target is ops.quantize_both:
                 old |= {*reader.node.users}
+        old |= {into for node in old if node.target is gather.copy for into in _made(node.args[0])}
         for copy in self.copies:
             old |= {*copy.scales}
             self._move(copy)
@@ -184,9 +186,26 @@ class Rewrite:
         pieces = [insert(operator.getitem, split, i) for i in range(self.gathered.group_size)]
         return insert(aten.cat.default, pieces, dim)
 
+    def _is_matrix(self, copy: Copy) -> bool:
+        """Whether all that is read of the gathered tensor is the matrix of its rows, as which it is sent then.
+
+        Inductor's async tensor parallelism knows that form of a gemm; of three dimensions only one that the gemm's result has, too.
+        """
+        shape = shape_of(self.gathered.shard)
+        passed = [*self.gathered.nodes]
+        for use in copy.uses:
+            reader = use.reader
+            is_viewed = all(step.kind in ("view", "cast") for step in reader.steps)
+            if not is_viewed or len(shape_of(reader.source)) != 2 or shape_of(reader.source)[1] != shape[-1]:
+                return False
+            passed += [reader.wait, *(node for step in reader.steps for node in step.nodes)]
+        has_sizes = any(user.target is SIZE for node in passed for user in node.users)
+        return self._order(copy) is None and not has_sizes and all(isinstance(size, int) for size in shape)
+
     def _gather(self, insert: Inserter, copy: Copy, data: fx.Node) -> None:
         shape = shape_of(self.gathered.shard)
-        if len(shape) != 2:
+        is_matrix = self._is_matrix(copy)
+        if len(shape) != 2 and not is_matrix:
             order = self._order(copy)
             sizes = [insert.size(self.gathered.shard, axis) for axis in order or range(len(shape))]
             data = insert(aten.reshape.default, data, sizes)
@@ -201,7 +220,7 @@ class Rewrite:
                 insert = self._inserter(use.reader.wait, use.reader)
                 waited[use.reader.wait] = self._turned_back(insert, insert(wait_tensor, data), copy)
         for use in copy.uses:
-            use.result.replace_all_uses_with(self._operand(copy, use, dict(waited)))
+            use.result.replace_all_uses_with(self._operand(copy, use, dict(waited), is_matrix))
 
     def _turned_back(self, insert: Inserter, gathered: fx.Node, copy: Copy) -> fx.Node:
         order = self._order(copy)
@@ -228,17 +247,20 @@ class Rewrite:
         )
         return insert(aten.view.dtype, padded, copy.dtype)
 
-    def _operand(self, copy: Copy, use: Use, now: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _operand(self, copy: Copy, use: Use, now: dict[fx.Node, fx.Node], is_matrix: bool) -> fx.Node:
         """What a use reads now: the gathered float8 data, moved as the gathered tensor was."""
         reader = use.reader
         current = reader.wait
-        for step in reader.steps:
+        for step in reader.steps if not is_matrix else ():
             if step.kind == "cast":
                 now[step.result] = now[step.nodes[0].args[0]]  # type: ignore[index]
             elif step.kind == "pad":
                 now[step.result] = self._pad(copy, reader, step.result, now)
             else:
                 for node in step.nodes:
+                    if node.target is gather.copy:
+                        now[node] = now[node.args[1]]  # type: ignore[index]
+                        continue
                     source = node.args[0]
                     if node.target is aten.clone.default and now[source].meta["val"].is_contiguous():  # type: ignore[index]
                         now[node] = now[source]  # type: ignore[index]
@@ -249,8 +271,8 @@ class Rewrite:
             current = step.result
         self.now |= now
         data = now[current]
-        insert = self._inserter(reader.node, reader)
         if self.as_bytes:
+            insert = self._inserter(reader.node, reader, cast=True)
             data = insert(aten.view.dtype, data, copy.dtype)
         if not use.transpose and use.align == (1, 1) and data.meta["val"].is_contiguous():
             return data
@@ -266,6 +288,11 @@ class Rewrite:
             transpose=use.transpose,
             align=list(use.align),
         )
+
+
+def _made(into: Any) -> list[fx.Node]:
+    """What a copy writes over, if the graph makes it."""
+    return [into] if isinstance(into, fx.Node) and into.op == "call_function" else []
 
 
 def _rounded(insert: Inserter, source: fx.Node) -> fx.Node:

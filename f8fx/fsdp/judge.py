@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from f8fx import hardware
 from f8fx.options import Options
 from f8fx.parts import largest_part
+from f8fx.passes.fqn import without_wrappers
 from f8fx.passes.left import UNEVEN
 from f8fx.torch_private import local_part
 
@@ -106,7 +107,7 @@ def _candidates(model: nn.Module, split: int, experts: bool) -> list[Candidate]:
             if param.dim() == 2 or (experts and may_be_experts(module, param)):
                 parts = 1 if isinstance(param, DTensor) else split
                 candidate = by_param.setdefault(id(param), Candidate(param, [], parts))
-                candidate.owners.append((module_fqn, module, name))
+                candidate.owners.append((without_wrappers(module_fqn), module, name))
     return list(by_param.values())
 
 

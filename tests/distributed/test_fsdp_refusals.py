@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8fx
 from f8fx import Recipe, hardware, ops
@@ -77,6 +78,21 @@ def test_every_reason_leaves_its_parameter_untouched():
         "strided.weight": "not contiguous",
         "parametrized.parametrizations.weight.original0": "not the weight of a linear layer",
         "parametrized.parametrizations.weight.original1": "not the weight of a linear layer",
+    }
+
+
+def test_names_are_those_without_wrappers():
+    """As in the backend's filters: activation checkpointing wraps blocks before they are sharded."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2)))
+    model[0] = checkpoint_wrapper(model[0])
+    model[1].compile()
+    wrapped = nn.Sequential(torch.compile(model[0]), model[1])
+    decided = {d.fqn: d.reason for d in enable_float8_all_gather(wrapped, filter_fqns=["0.1"])}
+    assert decided == {
+        "0.0.weight": "converted",
+        "0.1.weight": "filtered",
+        "1.0.weight": "converted",
+        "1.1.weight": "converted",
     }
 
 

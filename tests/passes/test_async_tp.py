@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch._inductor.config
@@ -9,11 +11,15 @@ from torch._guards import detect_fake_mode
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 import f8fx
+from f8fx.passes import collectives, describe
+from f8fx.passes.async_tp import expose_gemms
 from f8fx.passes.fake import set_value
+from f8fx.passes.rewrite import Inserter
 from tests.distributed.test_tensor_parallel import Net, parallel, tp_mesh
 from tests.helpers import bf16, joint_graphs, randn
 from tests.passes.test_collectives import c10d, four_ranks, gather, graph_of, passed, side_by_side  # noqa: F401
 
+aten = torch.ops.aten
 SENT = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default)
 GATHER = torch.ops.symm_mem.fused_all_gather_scaled_matmul.default
 SCATTER = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter.default
@@ -26,13 +32,29 @@ def symmetric(four_ranks, monkeypatch):  # noqa: F811
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
 
 
+def graph_after(fn, *shapes, **kwargs):
+    """The graph after all passes."""
+    graph = graph_of(fn, *shapes)
+    passed(graph, **{"wire": "float8", **kwargs})
+    return graph
+
+
 def matched(fn, *shapes, **kwargs):
+    """What the matcher makes of a function's graph."""
+    return matches_in(graph_after(fn, *shapes, **kwargs))
+
+
+def copy_of(graph):
+    copied = torch.fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def matches_in(graph):
     """What the matcher makes of a graph, as it sees it after Inductor's other passes."""
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
-    graph = graph_of(fn, *shapes)
-    passed(graph, **{"wire": "float8", **kwargs})
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     view_to_reshape(module)
     micro_pipeline_tp_pass(module.graph)
@@ -45,6 +67,13 @@ def column(x, w):
     batch, sequence, features = x.shape
     whole = side_by_side(x, 1).view(-1, features)
     return (whole @ w.t()).view(batch, 4 * sequence, -1)
+
+
+def column_one(x, w):
+    """The same of a batch of one, whose shards need no cutting: views alone."""
+    _, sequence, features = x.shape
+    whole = gather(x).view(1, 4 * sequence, features).view(-1, features)
+    return (whole @ w.t()).view(1, 4 * sequence, -1)
 
 
 def column_2d(x, w):
@@ -63,6 +92,19 @@ def row_sliced(x, w):
     y = (x.view(-1, x.shape[-1]) @ w.t()).view(*x.shape[:-1], -1)
     step = y.shape[1] // 4
     pieces = torch.cat([y[:, i * step : (i + 1) * step] for i in range(4)])
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(pieces, "sum", 4, "0"))
+
+
+def row_batches(x, w):
+    """Sequences beside each other, of which the first dimension is scattered."""
+    y = (x.view(-1, x.shape[-1]) @ w.t()).view(*x.shape[:-1], -1)
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(y, "sum", 4, "0"))
+
+
+def row_stacked(x, w):
+    """Sequences of a batch with two dimensions."""
+    y = (x.view(-1, x.shape[-1]) @ w.t()).view(*x.shape[:-1], -1)
+    pieces = torch.cat(torch.split(y, y.shape[2] // 4, 2))
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(pieces, "sum", 4, "0"))
 
 
@@ -107,11 +149,13 @@ def argument(node, name):
 def test_gather_and_gemm_tensorwise():
     assert gemm_results(column, (2, 16, 64), (96, 64)) == [(bf16, (2, 64, 96))]
     assert gemm_results(column_2d, (32, 64), (96, 64)) == [(bf16, (128, 96))]
+    assert gemm_results(column_one, (1, 32, 64), (96, 64)) == [(bf16, (128, 96))]
 
 
 def test_gather_and_gemm_rowwise():
     """With all scales beside each rank's gemm: "rowwise replicated"."""
-    assert gemm_results(column_2d, (32, 64), (96, 64), recipe="rowwise") == [(bf16, (128, 96))]
+    for fn, shape in ((column_2d, (32, 64)), (column_one, (1, 32, 64))):
+        assert gemm_results(fn, shape, (96, 64), recipe="rowwise") == [(bf16, (128, 96))]
 
 
 def test_gather_and_gemm_rowwise_of_a_batch_is_not_matched():
@@ -121,13 +165,81 @@ def test_gather_and_gemm_rowwise_of_a_batch_is_not_matched():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_gemm_and_scatter(recipe):
-    assert gemm_results(row, (2, 64, 32), (96, 32), recipe=recipe) == [(bf16, (2, 16, 96))]
+    assert gemm_results(row, (1, 64, 32), (96, 32), recipe=recipe) == [(bf16, (1, 16, 96))]
+    assert gemm_results(row_batches, (64, 2, 32), (96, 32), recipe=recipe) == [(bf16, (16, 2, 96))]
     assert gemm_results(row_2d, (128, 32), (96, 32), recipe=recipe) == [(bf16, (32, 96))]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the matcher of torch 2.11 knows split, not slices")
 def test_gemm_and_scatter_by_slices():
-    assert gemm_results(row_sliced, (2, 64, 32), (96, 32)) == [(bf16, (2, 16, 96))]
+    assert gemm_results(row_sliced, (1, 64, 32), (96, 32)) == [(bf16, (1, 16, 96))]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("fn", [row, row_sliced])
+def test_the_scatter_of_several_sequences_is_not_matched(fn, recipe, monkeypatch):
+    """The fused operator would send the wrong rows (the next test)."""
+    assert gemm_results(fn, (2, 64, 32), (96, 32), recipe=recipe) == []
+    assert gemm_results(row_stacked, (2, 2, 32, 32), (96, 32), recipe=recipe) == []
+    text = describe(graph_after(fn, (2, 64, 32), (96, 32), recipe=recipe))
+    monkeypatch.setattr(collectives, "expose_gemms", lambda graph: None)
+    assert text == describe(graph_after(fn, (2, 64, 32), (96, 32), recipe=recipe))
+
+
+def test_the_scatter_of_several_sequences_is_not_matched_behind_a_view_either():
+    graph = graph_after(row, (2, 64, 32), (96, 32))
+    (gemm,) = [node for node in graph.nodes if node.target is aten._scaled_mm.default]
+    insert = Inserter(graph, gemm, gemm.meta["f8fx"])
+    apart = insert(aten.view.default, gemm.args[0], [2, 64, 32])
+    gemm.replace_input_with(gemm.args[0], insert(aten.view.default, apart, [128, 32]))
+    assert matches_in(copy_of(graph))
+    expose_gemms(graph)
+    assert not matches_in(graph)
+
+
+CASES = {
+    "one sequence": (row, (1, 64, 32)),
+    "sequence first": (row_batches, (64, 2, 32)),
+    "rows": (row_2d, (128, 32)),
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("fn", "shape"), CASES.values(), ids=CASES)
+def test_numbers_of_gemm_and_scatter(fn, shape, recipe, monkeypatch):
+    """What the fused operator computes on a GPU from the arguments it gets, where all ranks have the same operands."""
+
+    def exchanged(produce, output, group):
+        mine = torch.empty_like(output.chunk(4)[0])
+        produce(1, mine)  # by each of the four, for this one
+        for chunk in output.chunk(4):
+            chunk.copy_(mine)
+
+    def gemm(a, b, scale_a, out, scale_b):
+        out.copy_((a.float() * scale_a) @ (b.float() * scale_b))
+
+    monkeypatch.setattr(symmetric_memory, "_pipelined_produce_and_all2all", exchanged)
+    (fused,) = matched(fn, shape, (96, 32), recipe=recipe)
+    sizes, dim = [*argument(fused, "output_shape")], argument(fused, "orig_scatter_dim")
+    e4m3, rows = torch.float8_e4m3fn, math.prod(sizes[:-1])
+    a, b = randn(rows, 32, grad=False).to(e4m3), randn(96, 32, grad=False, seed=1).to(e4m3).t()
+    scale = torch.arange(1.0, rows + 1)[:, None] if recipe == "rowwise" else torch.tensor(2.0)
+    found = symmetric_memory._fused_scaled_matmul_reduce_scatter_impl(
+        mm_out_op=gemm,
+        A=a,
+        B=b,
+        A_scale=scale,
+        kwargs={"scale_b": torch.tensor(3.0)},
+        out_dtype=torch.float32,
+        reduce_op=argument(fused, "reduce_op"),
+        orig_scatter_dim=dim,
+        scatter_dim_after_maybe_reshape=argument(fused, "scatter_dim_after_maybe_reshape"),
+        group_name="0",
+        output_shape=sizes,
+    )
+    whole = torch.empty(rows, 96)
+    gemm(a, b, scale, whole, torch.tensor(3.0))
+    torch.testing.assert_close(found, 4 * whole.view(argument(fused, "output_shape")).chunk(4, dim)[1])
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -170,20 +282,23 @@ def after_inductors_passes(half):
     return [(value.dtype, tuple(value.shape)) for value in fused], left, len(matmuls)
 
 
-def halves(recipe, rowwise_scales="torchao"):
-    """Of one layer, two columnwise matmuls and a rowwise one, with sequences of 4 * 16 tokens and batches of two."""
+def halves(recipe, rowwise_scales="torchao", batch=1):
+    """Of one layer, two columnwise matmuls and a rowwise one, with sequences of 4 * 16 tokens."""
     found = []
     options = f8fx.Options.parse({"select": "all", "recipe": recipe, "rowwise_scales": rowwise_scales})
     joint_graphs(
         parallel(Net(depth=1), tp_mesh()),
-        randn(2, 16, 64),
+        randn(batch, 16, 64),
         transform=options.pipeline(debug=True),
         on_partition=lambda *graphs: found.extend(map(after_inductors_passes, graphs)),
     )
     return found
 
 
-HIDDEN, OUTPUT = (bf16, (2, 64, 32)), (bf16, (2, 16, 64))  # of this rank; gradients have the same shapes
+HIDDEN, OUTPUT = (
+    (bf16, (64, 32)),
+    (bf16, (1, 16, 64)),
+)  # of this rank; what is scattered for a gradient is like OUTPUT
 
 
 def test_training_tensorwise_overlaps_every_gather_and_every_scatter():
@@ -191,6 +306,15 @@ def test_training_tensorwise_overlaps_every_gather_and_every_scatter():
     assert halves("tensorwise") == [
         ([HIDDEN, OUTPUT], [], 0),
         ([HIDDEN, OUTPUT, OUTPUT], [], 3),
+    ]
+
+
+def test_training_with_several_sequences_overlaps_gathers_alone():
+    scatter = (c10d.reduce_scatter_tensor.default, bf16)
+    hidden = (bf16, (2, 64, 32))
+    assert halves("tensorwise", batch=2) == [
+        ([hidden], [scatter], 1),
+        ([hidden], [scatter, scatter], 5),
     ]
 
 

@@ -106,6 +106,11 @@ def assert_stays(reason, fn, *shapes, **kwargs):
     assert text == rewritten(fn, *shapes, **kwargs)[0]
 
 
+def gathered_into(x, dtype):
+    """A tensor gathered as ``dist.all_gather_into_tensor(out, x)`` is traced."""
+    return aten.copy.default(x.new_empty(4 * x.shape[0], *x.shape[1:], dtype=dtype), gather(x))
+
+
 def layer(x, w, tangents):
     """Forward and backward of ``x @ w.T``."""
     return x @ w.t(), tangents @ w, tangents.t() @ x
@@ -147,6 +152,11 @@ permute: e4m3[64,96] = permute(wait_tensor_1, [1, 0])
 scaled_mm: bf16[16,96] = _scaled_mm(quantize_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
 return scaled_mm""",
         )
+
+    def test_weight_gathered_into_a_tensor(self):
+        """``dist.all_gather_into_tensor(out, shard)``: the tensor made for it is gone."""
+        text, _ = rewritten(lambda x, w: x @ gathered_into(w, bf16).t(), (16, 64), (24, 64))
+        self.assertEqual(text, rewritten(lambda x, w: x @ gather(w).t(), (16, 64), (24, 64))[0])
 
     def test_forward_and_backward_read_one_copy(self):
         """The transposed copy for the backward is made from the gathered float8 data."""
@@ -863,6 +873,16 @@ def test_stays_when_an_operator_between_is_unknown():
         return x @ gather(w).relu().t()
 
     assert_stays(("no float8 matmul reads it", "relu"), f, (16, 64), (24, 64))
+
+
+def test_stays_when_it_is_written_to_a_tensor_of_another_kind():
+    why = ("no float8 matmul reads it", "copy")
+    assert_stays(why, lambda x, w: x @ gathered_into(w, torch.float32).to(bf16).t(), (16, 64), (24, 64))
+
+    def turned(x, w):
+        return x @ aten.copy.default(w.new_empty(64, 96).t(), gather(w)).t()
+
+    assert_stays(why, turned, (16, 64), (24, 64))
 
 
 def test_stays_when_it_is_returned():
