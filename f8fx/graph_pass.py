@@ -11,7 +11,7 @@ from torch import fx
 from .agreement import as_plain, confirm
 from .cache import CacheKey
 from .passes import FilterError, Pipeline
-from .passes.backward import backward_nodes
+from .passes.backward import depending_on_tangents
 from .passes.decided import is_decided, mark_decided
 from .passes.parameters import KnownInputs
 from .passes.traffic import gathers, traffic
@@ -62,7 +62,7 @@ class GraphPass(CustomGraphPass):
             return
         self.known.mark(graph)
         before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
-        training = bool(backward_nodes(graph))
+        training = bool(depending_on_tangents(graph))
         try:
             report = self.pipeline(graph)
         except FilterError:

@@ -36,7 +36,7 @@ from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
 from .activations import Activations
-from .backward import backward_nodes
+from .backward import depending_on_tangents
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
@@ -130,7 +130,7 @@ class _Walk:
         self.experts = experts
         self.done = done
         self.layers = layers
-        self.backward = backward_nodes(graph)
+        self.backward = depending_on_tangents(graph)
         self.of_parameters = of_parameters(graph)
         self.activations = Activations(graph, self.of_parameters) if leave_activations else None
         self.overwritten = frozenset(overwritten_inputs(graph))

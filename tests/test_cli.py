@@ -123,6 +123,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "    return Experts().bfloat16(), (x, torch.tensor([16, 0, 20, 12]))\n"
         "def named(): return torch.nn.Linear(32, 32).bfloat16(), {'input': torch.ones(16, 32).bfloat16()}\n"
         "number = 3\n"
+        "model = torch.nn.Linear(32, 32)\n"
     )
     (tmp_path / "needs_something.py").write_text("import surely_not_installed\n")
     (tmp_path / "fails.py").write_text("1 / 0\n")
@@ -152,6 +153,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             "explained_model:bare",
             "must return (model, args), args a tuple or list of the model's inputs, or a dict of them by name; it returned Linear",
         ),
+        ("explained_model:model", "explained_model:model is a module; give the name of a function"),
         ("explained_model:three", "it returned a tuple of 3"),
         ("explained_model:no_nest", "args was Tensor"),
         ("explained_model:reversed", "args was Linear"),

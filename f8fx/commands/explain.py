@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     world = _world(args)
     options = {**_backend_options(args), **_options_of_world(args, world)}
     function = _function(args.model)
+    _check_is_no_module(args.model, function)
     parallelize = args.parallelize
     options["parallelize"] = None if parallelize is None else _function(parallelize, "--parallelize")
     try:
@@ -131,6 +132,13 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         _write("--html", Path(args.html), explanation.to_html())
     return 0
+
+
+def _check_is_no_module(name: str, function: Any) -> None:
+    from torch import nn
+
+    if isinstance(function, nn.Module):
+        raise UsageError(f"{name} is a module; give the name of a function that returns (model, args)")
 
 
 def _check_target(name: str | None) -> None:

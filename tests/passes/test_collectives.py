@@ -827,6 +827,81 @@ wait_tensor_3: e4m3[128,64] = _c10d_functional.wait_tensor(all_gather_into_tenso
             "all_reduce: i32[64]"
         ]
 
+    def test_of_a_graph_that_holds_its_loss(self):
+        """As TorchTitan's graph_trainer traces it: no input is a tangent, and autograd's nodes are marked."""
+
+        def f(x, w, grad):
+            y, grad_input, _ = layer(x, gather(w), grad)
+            return y, grad_input
+
+        graph = graph_of(f, (16, 64), (24, 64), (16, 96))
+        matmuls = [node for node in graph.nodes if node.target is aten.mm.default]
+        matmuls[-1].meta["autograd_backward"] = True
+        for node in graph.nodes:
+            if node.target in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default):
+                node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1}
+        report = passed(graph, recipe="rowwise")
+        assert report.training and [(g.moved, g.reason) for g in report.gathers] == [(True, "moved")]
+
+    def test_activations_of_one_sequence_are_sent_as_a_matrix(self):
+        """The gemm reads what arrives as it is, a form that async tensor parallelism knows."""
+
+        def f(x, w):
+            return gather(x).view(1, 64, 64).view(-1, 64) @ w.t()
+
+        text = assert_moves(f, (1, 16, 64), (32, 64))
+        self.assertExpectedInline(
+            text,
+            """\
+x_1: bf16[1,16,64]
+w_1: bf16[32,64]
+reshape: bf16[16,64] = reshape(x_1, [-1, 64])
+amax: f32[] = f8fx.amax(reshape, None)
+view: i32[] = view(amax, i32)
+bitwise_and: i32[] = bitwise_and(view, 2147483647)
+all_reduce: i32[] = _c10d_functional.all_reduce(bitwise_and, max, 0)
+wait_tensor: i32[] = _c10d_functional.wait_tensor(all_reduce)
+view_1: f32[] = view(wait_tensor, f32)
+scale: f32[] = f8fx.scale(view_1, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,64] = f8fx.quantize(reshape, scale, dtype=e4m3, transpose=False, align=[1, 1])
+all_gather_into_tensor: e4m3[64,64] = _c10d_functional.all_gather_into_tensor(quantize, 4, 0)
+wait_tensor_1: e4m3[64,64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(w_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[32,64] = f8fx.quantize(w_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[64,32] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[64,32] = _scaled_mm(wait_tensor_1, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+return scaled_mm""",
+        )
+
+    def test_it_keeps_its_dimensions_where_something_asks_for_their_sizes(self):
+        graph = graph_of(lambda x, w: gather(x).view(-1, 64) @ w.t(), (4, 16, 64), (32, 64))
+        (wait,) = [node for node in graph.nodes if node.target is c10d.wait_tensor.default]
+        (matmul,) = [node for node in graph.nodes if node.target is aten.mm.default]
+        with graph.inserting_after(wait):
+            size = graph.call_function(aten.sym_size.int, (wait, 1))
+        size.meta["val"] = 16
+        graph.output_node().args = ((matmul, size),)
+        report = passed(graph)
+        assert [g.moved for g in report.gathers] == [True]
+        text = describe(graph)
+        assert "all_gather_into_tensor: e4m3[16,16,64]" in text and "sym_size(wait_tensor_1, 1)" in text
+
+
+def test_what_turns_bytes_into_float8_is_redone_with_the_gather():
+    """The matmul is kept, as a policy for memory may ask; its operand, which all of the weight is, must not be."""
+    graph = graph_of(lambda x, w: x @ gather(w).t(), (16, 64), (24, 64))
+    for node in graph.nodes:
+        if node.target in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        elif node.target is aten.mm.default:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    passed(graph, wire="uint8")
+    (view,) = [n for n in graph.nodes if n.target is aten.view.dtype and n.args[1] is torch.float8_e4m3fn]
+    assert view.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
+
 
 def test_another_rank_pads_and_this_one_does_not():
     """Rank 3 of four has 21 rows and a padding of two; the decision is that of the other ranks."""
