@@ -55,7 +55,7 @@ _READERS = frozenset((ops.amax, ops.quantize, ops.quantize_both))
 #: Reads no element.
 SIZE = aten.sym_size.int
 
-Kind = Literal["cast", "view", "permute", "pad", "reassemble", "unpad"]
+Kind = Literal["cast", "copy", "view", "permute", "pad", "reassemble", "unpad"]
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ def is_padding(node: fx.Node) -> bool:
 
 def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, ...], shard: tuple) -> None:
     """Collects what reads `node`, which is the gathered tensor after `steps`."""
-    moved = [step.kind for step in steps if step.kind != "cast"]
+    moved = [step.kind for step in steps if step.kind not in ("cast", "copy")]
+    is_gathered = all(step.kind == "copy" for step in steps)
     pieces: Step | None = None
     for user in node.users:
         if user.target in _READERS and user.args[0] is node and "f8fx" in user.meta:
@@ -183,7 +184,7 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
         if user.target is SIZE:
             continue
         step = _step(node, user)
-        if step is None and not moved and node is wait:
+        if step is None and is_gathered:
             step = _reassembled(node, user, gathered.group_size, shard)
             if step is not None and step.nodes[0].target is aten.slice.Tensor:
                 if pieces is not None:
@@ -198,8 +199,10 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
 
 
 def _step(node: fx.Node, user: fx.Node) -> Step | None:
-    if user.target in VIEWS or _is_whole(node, user) or _is_copied(node, user):
+    if user.target in VIEWS or _is_whole(node, user):
         return Step("view", (user,))
+    if _is_copied(node, user):
+        return Step("copy", (user,))
     if user.target in PERMUTES:
         return Step("permute", (user,))
     if is_padding(user):
@@ -226,7 +229,7 @@ def _is_whole(node: fx.Node, user: fx.Node) -> bool:
     return all(map(is_same, shape_of(node), shape_of(user)))
 
 
-def _reassembled(wait: fx.Node, user: fx.Node, size: int, shard: tuple) -> Step | None:
+def _reassembled(gathered: fx.Node, user: fx.Node, size: int, shard: tuple) -> Step | None:
     """The step from shards stacked along dimension 0 to shards side by side along another one."""
     if user.target is aten.split.Tensor:
         chunk: Any = user.args[1]
@@ -239,7 +242,7 @@ def _reassembled(wait: fx.Node, user: fx.Node, size: int, shard: tuple) -> Step 
             return None
         head: tuple[fx.Node, ...] = (user,)
     elif user.target is aten.slice.Tensor:
-        pieces = sorted((n for n in wait.users if n.target is aten.slice.Tensor), key=lambda n: n.args[2:3])
+        pieces = sorted((n for n in gathered.users if n.target is aten.slice.Tensor), key=lambda n: n.args[2:3])
         if not isinstance(shard[0], int):
             return None
         starts = [shard[0] * i for i in range(size)]

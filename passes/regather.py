@@ -195,7 +195,7 @@ class Rewrite:
         passed = [*self.gathered.nodes]
         for use in copy.uses:
             reader = use.reader
-            is_viewed = all(step.kind in ("view", "cast") for step in reader.steps)
+            is_viewed = all(step.kind in ("view", "cast", "copy") for step in reader.steps)
             if not is_viewed or len(shape_of(reader.source)) != 2 or shape_of(reader.source)[1] != shape[-1]:
                 return False
             passed += [reader.wait, *(node for step in reader.steps for node in step.nodes)]
@@ -252,15 +252,12 @@ class Rewrite:
         reader = use.reader
         current = reader.wait
         for step in reader.steps if not is_matrix else ():
-            if step.kind == "cast":
-                now[step.result] = now[step.nodes[0].args[0]]  # type: ignore[index]
+            if step.kind in ("cast", "copy"):
+                now[step.result] = now[step.result.args[step.kind == "copy"]]  # type: ignore[index]
             elif step.kind == "pad":
                 now[step.result] = self._pad(copy, reader, step.result, now)
             else:
                 for node in step.nodes:
-                    if node.target is gather.copy:
-                        now[node] = now[node.args[1]]  # type: ignore[index]
-                        continue
                     source = node.args[0]
                     if node.target is aten.clone.default and now[source].meta["val"].is_contiguous():  # type: ignore[index]
                         now[node] = now[source]  # type: ignore[index]

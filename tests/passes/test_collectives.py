@@ -158,6 +158,17 @@ return scaled_mm""",
         text, _ = rewritten(lambda x, w: x @ gathered_into(w, bf16).t(), (16, 64), (24, 64))
         self.assertEqual(text, rewritten(lambda x, w: x @ gather(w).t(), (16, 64), (24, 64))[0])
 
+        def sliced(gathered):
+            """Side by side along the second dimension, as newer versions cut it."""
+            return torch.cat([gathered[16 * i : 16 * (i + 1)] for i in range(4)], 1)
+
+        def f(x, w):
+            return x @ sliced(gathered_into(w, bf16)).t()
+
+        text, report = rewritten(f, (16, 64), (16, 16))
+        assert [g.moved for g in report.gathers] == [True]
+        self.assertEqual(text, rewritten(lambda x, w: x @ sliced(gather(w)).t(), (16, 64), (16, 16))[0])
+
     def test_forward_and_backward_read_one_copy(self):
         """The transposed copy for the backward is made from the gathered float8 data."""
         text, _ = rewritten(
