@@ -289,7 +289,12 @@ def is_part_of_input(node: fx.Node) -> bool:
 
 
 def is_gathered(node: fx.Node) -> bool:
-    """Whether a value is what came out of a collective, moved or cast."""
-    while node.op == "call_function" and (node.target in MOVEMENTS or node.target in CASTS):
-        node = node.all_input_nodes[0]
+    """Whether a value is what came out of a collective, moved, cast or written to another tensor."""
+    while node.op == "call_function":
+        if node.target is aten.copy.default:
+            node = node.args[1]  # type: ignore[assignment]
+        elif node.target in MOVEMENTS or node.target in CASTS:
+            node = node.all_input_nodes[0]
+        else:
+            break
     return is_collective(node)
