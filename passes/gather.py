@@ -242,7 +242,9 @@ def _reassembled(gathered: fx.Node, user: fx.Node, size: int, shard: tuple) -> S
             return None
         head: tuple[fx.Node, ...] = (user,)
     elif user.target is aten.slice.Tensor:
-        pieces = sorted((n for n in gathered.users if n.target is aten.slice.Tensor), key=lambda n: n.args[2:3])
+        pieces = sorted(
+            (n for n in gathered.users if n.target is aten.slice.Tensor), key=lambda n: n.args[2:3]
+        )
         if not isinstance(shard[0], int):
             return None
         starts = [shard[0] * i for i in range(size)]

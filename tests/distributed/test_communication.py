@@ -17,6 +17,7 @@ from tests.distributed.harness import run_checks
 from tests.distributed.models import Net, Setup, batch, loss_of, world_mesh
 from tests.distributed.sent import collectives
 from tests.helpers import bf16
+from tests.long import with_long
 
 NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
@@ -55,8 +56,11 @@ def predicted(
     return Counter((call.op, on_gloo(call.bytes), sum(call.bytes.values())) for call in calls)
 
 
-def compare(recipe: str, dtype: torch.dtype = bf16, enable=None, shard=None, **policy: torch.dtype) -> None:
-    for float8 in (False, True):
+def compare(
+    recipe: str, dtype: torch.dtype = bf16, enable=None, shard=None, plain: bool = True, **policy: torch.dtype
+) -> None:
+    """With float8 gathers, and without, which is the same for all recipes."""
+    for float8 in (False, True) if plain else (True,):
         setup = Setup(
             recipe, world_mesh(), float8, dtype, shard=shard or {}, enable=(enable or {}) if float8 else {}
         )
@@ -70,14 +74,15 @@ def tensorwise():
 
 
 def rowwise():
-    compare("rowwise")
-    compare("rowwise_with_gw_hp")
-    compare("rowwise", enable={"copies": "both"})
+    compare("rowwise", plain=False)
+    for recipe in with_long((), "rowwise_with_gw_hp"):
+        compare(recipe, plain=False)
+    compare("rowwise", enable={"copies": "both"}, plain=False)
 
 
 def frozen_blocks():
     """One, so that FSDP2 gathers it for a backward that it has not; two, of which that happens to one; all."""
-    for frozen in (1, 2, 3):
+    for frozen in with_long((2,), 1, 3):
         for float8 in (False, True):
             setup = Setup("rowwise", world_mesh(), float8, net={"depth": 3, "frozen": frozen})
             real, model = measured(setup), predicted(setup, float8)

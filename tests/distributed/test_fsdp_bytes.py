@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import weakref
 from unittest import mock
 
@@ -18,6 +17,7 @@ from tests.distributed.harness import run_checks
 from tests.distributed.models import Setup, assert_same, batch, loss_of, train, whole, world_mesh
 from tests.distributed.sent import collectives
 from tests.helpers import bf16
+from tests.long import with_long
 
 
 def step_of(model):
@@ -101,7 +101,8 @@ def trained_models_are_freed():
 
 def one_reduction_whatever_is_wrapped():
     """Also where the root itself holds converted weights, and with prefetching by hand."""
-    for prefetch, scales in itertools.product((False, True), ("step", "forward")):
+    usual = (True, "step"), (False, "forward")
+    for prefetch, scales in with_long(usual, (False, "step"), (True, "forward")):
         torch._dynamo.reset()
         enable, shard = {"scales": scales}, {"reshard_after_forward": False}
         model = Setup("tensorwise", world_mesh(), True, shard=shard, enable=enable).build()
