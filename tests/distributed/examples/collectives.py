@@ -19,7 +19,7 @@ def simple_fsdp(model):
 
     mesh = init_device_mesh("cpu", (2,))  # "cuda", and as many GPUs as there are
 
-    class Gather(nn.Module):  # what TorchTitan's SimpleFSDP does
+    class Gather(nn.Module):  # as TorchTitan's SimpleFSDP, which sums gradients and divides elsewhere
         def forward(self, sharded):
             whole = sharded.redistribute(placements=[Replicate()])
             return whole.to_local(grad_placements=[Partial("avg")])
