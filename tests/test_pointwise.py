@@ -147,14 +147,18 @@ FUNCTIONS = {
 }
 
 
-#: Kernels that differ from others' by a few statements of the same words.
-ALIKE = {"leaky relu", "tanh", "softcap", "hard swish"}
+#: Kernels that differ from others' by a few statements of the same words; and functions without a gate that stand for all.
+ALIKE, WITHOUT_GATE = {"leaky relu", "tanh", "softcap", "hard swish"}, {"gelu", "clamped"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in FUNCTIONS]
+    ("module", "name"),
+    [
+        pytest.param(module, name, marks=() if is_usual else pytest.mark.long)
+        for module, name in itertools.product((Activated, Gated, Masked), FUNCTIONS)
+        for is_usual in [name not in ALIKE if module is Gated else name in WITHOUT_GATE]
+    ],
 )
-@pytest.mark.parametrize("module", [Activated, Gated, Masked])
 def test_activation_functions(name, module):
     function = FUNCTIONS[name]
     ((written, forms),), code = written_for(module, function)
