@@ -184,7 +184,6 @@ def test_casts_of_weights_in_generated_code(ahead, monkeypatch):
     casts = [kernel.bytes for kernel in found.triton if kernel.name == "triton_quantize"]  # of weights alone
     read_and_written = 3 * 512 * 512
     assert read_and_written < max(casts) <= (ahead + 1) * read_and_written + 1024
-    assert "combo_grid_meta" in found.code and "YBLOCK" in found.code and "TileHint.SQUARE" not in found.code
 
 
 def test_graphs_of_others_are_grouped_as_they_were():

@@ -152,6 +152,7 @@ def test_transposed_casts_of_one_source_are_one_kernel_and_not_that_which_reduce
     with codegen.h100():
         found = codegen.generate(backward, True)
     assert sum(kernel.strided for kernel in found.triton) == 0
+    assert "TileHint.SQUARE" not in found.code
     # the gradients of gate and up are read by it once, and by the kernels of their amaxes
     copies = [k for k in found.triton if "quantize" in k.name and k.bytes >= 3 * 4096 * 512 * 2]
     assert copies and all(kernel.reread == 0 for kernel in copies)
@@ -165,11 +166,14 @@ def test_tiles_of_a_launch_are_tuned_in_rewritten_graphs_alone(monkeypatch):
     scheduling._tune_tiles.cache_clear()
     try:
         scheduling._tune_tiles()
-        launch = object.__new__(ComboKernel)
+        few, many = (SimpleNamespace(sub_kernels=[None] * count) for count in (4, 5))
         with V.set_graph_handler(SimpleNamespace()):
-            assert launch.jit_line("SQUARE") == "tile_hint=TileHint.SQUARE,"
-            V.graph.__dict__[scheduling._TUNED] = False
-            assert launch.jit_line("SQUARE") == "tile_hint=TileHint.DEFAULT,"
+            for own_blocks, tuned in ((None, ()), (False, (few, many)), (True, (few,))):
+                if own_blocks is not None:
+                    V.graph.__dict__[scheduling._TUNED] = own_blocks
+                for launch in (few, many):
+                    hint = "DEFAULT" if launch in tuned else "SQUARE"
+                    assert ComboKernel.jit_line(launch, "SQUARE") == f"tile_hint=TileHint.{hint},"
     finally:
         scheduling._tune_tiles.cache_clear()
 

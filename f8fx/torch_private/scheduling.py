@@ -15,6 +15,8 @@ from .versions import release
 
 #: A kernel over fewer elements costs its launch and little else; beside one over more, a launch costs nothing.
 _SMALL, _LARGE = 1 << 20, 51_200_000
+#: So many kernels of a launch are tuned for the sizes of their tiles, each by itself.
+_FEW = 4
 _LABELS, _TUNED = "f8fx_labels", "f8fx_tuned"
 
 
@@ -96,10 +98,10 @@ def _tune_tiles() -> None:
     """Kernels over tiles that share a launch are tuned as those that have one to themselves.
 
     Inductor tries six shapes of tiles for the latter, and for a launch takes the smallest, 32 x 32: 83 % of a copy's
-    bandwidth on an H100 where float8 is stored transposed (``benchmarks/results``). From torch 2.13 on the shapes are
-    compiled one after the other, for each kind of kernel in a launch.
+    bandwidth on an H100 where float8 is stored transposed (``benchmarks/results``). Kernels with blocks of their own it
+    tunes one after the other, and compiles the launch for each trial; where they are many that takes minutes, and is not done.
 
-    ``ComboKernel.jit_line``, the text of a launch's decorator.
+    ``ComboKernel.jit_line``, the text of a launch's decorator; ``ComboKernel.sub_kernels``.
     """
     from torch._inductor.codegen.triton_combo_kernel import ComboKernel
     from torch._inductor.virtualized import V
@@ -108,8 +110,10 @@ def _tune_tiles() -> None:
 
     def jit_line(self: Any, *args: Any, **kwargs: Any) -> str:
         line = write(self, *args, **kwargs)
-        is_tuned = getattr(V.graph, _TUNED, None) is not None
-        return line.replace("TileHint.SQUARE", "TileHint.DEFAULT") if is_tuned else line
+        own_blocks = getattr(V.graph, _TUNED, None)
+        if own_blocks is None or (own_blocks and len(self.sub_kernels) > _FEW):
+            return line
+        return line.replace("TileHint.SQUARE", "TileHint.DEFAULT")
 
     ComboKernel.jit_line = jit_line  # type: ignore[method-assign]
 
