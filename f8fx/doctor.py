@@ -282,8 +282,10 @@ def runs(recipe: Recipe, device_type: str, hardware: Hardware) -> str:
     ]
     for spec in specs:
         if missing := lacks(hardware, spec):
-            built = f" with a torch built for CUDA {torch.version.cuda}" if device_type == "cuda" else ""
-            return f"no: {missing}{built}"
+            by_build = device_type == "cuda" and spec.dtype in hardware.float8_dtypes
+            return f"no: {missing}" + (
+                f" with a torch built for CUDA {torch.version.cuda}" if by_build else ""
+            )
     if hardware.float8_tensor_cores:
         return "yes"
     rowwise = any(spec.granularity == "rowwise" for spec in specs)

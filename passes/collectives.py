@@ -88,8 +88,6 @@ class Collectives:
 
     def __call__(self, graph: fx.Graph) -> list[CollectiveDecision]:
         """Rewrites the graph and says what became of each gather."""
-        if self.wire != "off":
-            expose_gemms(graph)
         found = find_gathered(graph)
         if found and self.wire != "off":
             _erase_dead(graph)
@@ -119,6 +117,7 @@ class Collectives:
             combine(graph, reductions)
         if any(decision.moved for decision in decisions):
             Share()(graph)
+        expose_gemms(graph)
         return decisions[::-1]
 
     def _sends_bytes(self, gathered: Gathered) -> bool:

@@ -270,6 +270,10 @@ class Rewrite:
         data = now[current]
         if self.as_bytes:
             insert = self._inserter(reader.node, reader, cast=True)
+            sizes = shape_of(data)
+            if _is_left_of_gemm(use.result) and all(isinstance(size, int) for size in sizes):
+                # Inductor would fuse gather and gemm, and give the fused operator bytes: it looks through the next view
+                data = insert(aten._unsafe_view.default, data, [*sizes])
             data = insert(aten.view.dtype, data, copy.dtype)
         if not use.transpose and use.align == (1, 1) and data.meta["val"].is_contiguous():
             return data
@@ -287,6 +291,10 @@ class Rewrite:
         )
 
 
+def _is_left_of_gemm(node: fx.Node) -> bool:
+    return any(user.target is aten._scaled_mm.default and user.args[0] is node for user in node.users)
+
+
 def _made(into: Any) -> list[fx.Node]:
     """What a copy writes over, if the graph makes it."""
     return [into] if isinstance(into, fx.Node) and into.op == "call_function" else []
@@ -300,6 +308,8 @@ def _rounded(insert: Inserter, source: fx.Node) -> fx.Node:
 
 
 def _was_rounded(node: fx.Node) -> bool:
+    if node.target is gather.copy:
+        return _was_rounded(cast("fx.Node", node.args[1]))
     if node.target in CASTS or not is_movement(node):
         return is_in_memory(node)
     return all(map(_was_rounded, node.all_input_nodes))  # as of a shard that was itself gathered

@@ -197,6 +197,64 @@ def test_the_scatter_of_several_sequences_is_not_matched_behind_a_view_either():
     assert not matches_in(graph)
 
 
+def scattered(y, dim=1):
+    pieces = torch.cat(torch.split(y, y.shape[dim] // 4, dim))
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(pieces, "sum", 4, "0"))
+
+
+def features(x, w):
+    """[2, 64, 16], gathered along the features: what comes before the gemm is a view of what was gathered."""
+    return scattered((side_by_side(x, 2).view(-1, 64) @ w.t()).view(2, 64, -1))
+
+
+def wide(x, w):
+    """[8, 32, 64], read as rows of 512."""
+    return scattered((gather(x).view(2, 64, 512).view(-1, 512) @ w.t()).view(2, 64, -1))
+
+
+def viewed_again(x, w):
+    """DTensor views results and operands as they are."""
+    flat = side_by_side(x, 2).view(2, 64, 64).view(-1, 64)
+    return scattered((flat.view(128, 64) @ w.t()).view(2, 64, -1).view(2, 64, -1))
+
+
+def without_idle_views(graph):
+    """As Inductor's joint passes leave it."""
+    for node in [*graph.nodes]:
+        if node.target is aten.view.default and node.meta["val"].shape == node.args[0].meta["val"].shape:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    return graph
+
+
+@pytest.mark.parametrize("wire", ["float8", "off"])
+@pytest.mark.parametrize(
+    ("fn", "shape", "k"),
+    [(features, (2, 64, 16), 64), (wide, (8, 32, 64), 512), (viewed_again, (2, 64, 16), 64)],
+)
+def test_nor_where_a_gather_puts_a_view_in_front_of_the_gemm(fn, shape, k, wire):
+    graph = graph_after(fn, shape, (96, k), wire=wire)
+    assert not [node for node in matches_in(without_idle_views(graph)) if node.target is SCATTER]
+
+
+def test_results_that_are_viewed_otherwise_are_left():
+    """By heads, say: the matcher wants the gemm's own columns."""
+
+    def viewed(shape, dim):
+        return lambda x, w: scattered((x @ w.t()).view(shape), dim)
+
+    for shape, dim in (((64, 4, 16), 0), ((1, 64, 4, 16), 1), ((128, 32), 0), ((64 * 64,), 0)):
+        assert matched(viewed(shape, dim), (64, 64), (64, 64)) == []
+
+
+def test_what_is_no_gemms_result_is_left():
+    def f(x, w, a, b):
+        pieces = torch.cat([a, b])
+        return x @ w.t(), c10d.wait_tensor(c10d.reduce_scatter_tensor(pieces, "sum", 4, "0"))
+
+    assert matched(f, (16, 64), (32, 64), (16, 8), (16, 8)) == []
+
+
 CASES = {
     "one sequence": (row, (1, 64, 32)),
     "sequence first": (row_batches, (64, 2, 32)),
@@ -260,7 +318,8 @@ def test_high_precision_gathers_are_not_matched():
 
 
 def test_bytes_on_the_wire_are_not_matched():
-    assert gemm_results(column, (2, 16, 64), (96, 64), wire="uint8") == []
+    for fn, shape in ((column, (2, 16, 64)), (column_one, (1, 32, 64)), (column_2d, (32, 64))):
+        assert gemm_results(fn, shape, (96, 64), wire="uint8") == []
 
 
 # -- training graphs of `parallelize_module`

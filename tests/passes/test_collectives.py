@@ -971,6 +971,12 @@ def test_stays_when_it_is_written_to_a_tensor_of_another_kind():
     assert_stays(why, turned, (16, 64), (24, 64))
 
 
+def test_gathers_of_gathers_into_tensors():
+    """As of a weight that is sharded over two dimensions of a mesh."""
+    text = assert_moves(lambda x, w: x @ gathered_into(gathered_into(w, bf16), bf16).t(), (16, 64), (6, 64))
+    assert text == assert_moves(lambda x, w: x @ gather(gather(w)).t(), (16, 64), (6, 64))
+
+
 def test_stays_when_it_is_returned():
     def f(x, w):
         whole = gather(w)
