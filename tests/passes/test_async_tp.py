@@ -178,7 +178,7 @@ def test_gemm_and_scatter_by_slices():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("fn", [row, row_sliced])
 def test_the_scatter_of_several_sequences_is_not_matched(fn, recipe, monkeypatch):
-    """The fused operator would send the wrong rows (the next test)."""
+    """The fused operator would send the wrong rows: :func:`test_numbers_of_gemm_and_scatter` would fail."""
     assert gemm_results(fn, (2, 64, 32), (96, 32), recipe=recipe) == []
     assert gemm_results(row_stacked, (2, 2, 32, 32), (96, 32), recipe=recipe) == []
     text = describe(graph_after(fn, (2, 64, 32), (96, 32), recipe=recipe))
@@ -186,15 +186,31 @@ def test_the_scatter_of_several_sequences_is_not_matched(fn, recipe, monkeypatch
     assert text == describe(graph_after(fn, (2, 64, 32), (96, 32), recipe=recipe))
 
 
-def test_the_scatter_of_several_sequences_is_not_matched_behind_a_view_either():
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_scatter_of_several_sequences_is_not_matched_behind_a_view_either(is_turned):
+    """Nor behind a reshape that has to copy, which is a copy and a view then."""
     graph = graph_after(row, (2, 64, 32), (96, 32))
     (gemm,) = [node for node in graph.nodes if node.target is aten._scaled_mm.default]
     insert = Inserter(graph, gemm, gemm.meta["f8fx"])
-    apart = insert(aten.view.default, gemm.args[0], [2, 64, 32])
-    gemm.replace_input_with(gemm.args[0], insert(aten.view.default, apart, [128, 32]))
+    left = gemm.args[0]
+    apart = insert(aten.view.default, left, [2, 64, 32])
+    if is_turned:
+        apart = insert(aten.permute.default, apart, [1, 0, 2])
+    gemm.replace_input_with(left, insert(aten.reshape.default, apart, [128, 32]))
     assert matches_in(copy_of(graph))
     expose_gemms(graph)
-    assert not matches_in(graph)
+    assert not matches_in(copy_of(graph))
+    value = torch.arange(128 * 32).view(128, 32)
+    moved = value.view(2, 64, 32).permute(1, 0, 2).reshape(128, 32) if is_turned else value
+    assert torch.equal(computed_from(left, gemm.args[0], value), moved)
+
+
+def computed_from(source, node, value):
+    """A node's value, from that of one it depends on by operators of one argument that is a node."""
+    if node is source:
+        return value
+    before = computed_from(source, node.args[0], value)
+    return node.target(before, *node.args[1:], **node.kwargs)
 
 
 def scattered(y, dim=1):
@@ -354,10 +370,8 @@ def halves(recipe, rowwise_scales="torchao", batch=1):
     return found
 
 
-HIDDEN, OUTPUT = (
-    (bf16, (64, 32)),
-    (bf16, (1, 16, 64)),
-)  # of this rank; what is scattered for a gradient is like OUTPUT
+#: Of this rank; what is scattered for a gradient is like the latter.
+HIDDEN, OUTPUT = (bf16, (64, 32)), (bf16, (1, 16, 64))
 
 
 def test_training_tensorwise_overlaps_every_gather_and_every_scatter():
