@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .ledger import Matter, RankDisagreement, agree, first_difference, others_known
+from .ledger import Matter, RankDisagreement, agree, first_difference, others_known, stand_aside
 from .report import Traffic
 from .torch_private import assert_on_device, same_on_all
 
@@ -34,13 +34,16 @@ _REMEDY = (
 
 
 def confirm(traffic: Sequence[Traffic]) -> None:
-    """Returns once all ranks of each group have decided alike.
+    """Returns once all ranks of each group have decided alike, at once where the gathers are left as they are.
 
     Raises:
         RankDisagreement: if one decided differently, or compiled no such graph within the process group's timeout.
     """
     for one in traffic:
-        agree(_Graph.of(one))
+        if one.is_left:
+            stand_aside(_Graph.of(one))
+        else:
+            agree(_Graph.of(one))
 
 
 def as_plain(traffic: Iterable[Traffic]) -> list[Traffic]:
@@ -58,7 +61,7 @@ def checked(
     Args:
         traffic: what was confirmed for the graph.
     """
-    matters = [_Graph.of(one) for one in dict.fromkeys(traffic)]
+    matters = [_Graph.of(one) for one in dict.fromkeys(traffic) if not one.is_left]
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
     if not matters or not devices:
         return compiled
@@ -117,6 +120,12 @@ class _Graph(Matter):
     def missing(self, rank: int, others: str, seconds: float) -> str:
         return (
             f"f8fx: rank {rank} compiled a graph with {len(self.about) - 1} all-gathers over ranks {list(self.ranks)}, but "
-            f'rank {others} compiled no such graph within {seconds:.0f} s, or has options={{"wire": "off"}}. If ranks do '
-            "compile different graphs over one group, that option on all of them leaves all gathers as they are"
+            f"rank {others} compiled no such graph within {seconds:.0f} s. If ranks do compile different graphs over one "
+            'group, options={"wire": "off"} on all of them leaves all gathers as they are'
+        )
+
+    def aside(self, others: str) -> str:
+        return (
+            f"f8fx: rank {others} compiled a graph with {len(self.about) - 1} all-gathers over ranks {list(self.ranks)} with "
+            'options={"wire": "off"}, and not all ranks did. That option must be the same on all of them'
         )

@@ -61,7 +61,7 @@ class GraphPass(CustomGraphPass):
             self.met_again.append(self.pipeline.rewritten(graph))
             return
         self.known.mark(graph)
-        before = {} if self.pipeline.collectives.wire == "off" else gathers(graph)
+        before, is_left = gathers(graph), self.pipeline.collectives.wire == "off"
         training = bool(depending_on_tangents(graph))
         try:
             report = self.pipeline(graph)
@@ -69,10 +69,10 @@ class GraphPass(CustomGraphPass):
             raise  # the user's to mend, not ours to work around
         except Exception as error:
             # the graph can run as it was, if that is what happens on all ranks
-            self.confirm(as_plain(traffic(before, {}, training)))
+            self.confirm(as_plain(traffic(before, {}, training, is_left)))
             raise PassError(f"{type(error).__name__}: {error}") from error
         mark_decided(graph)
-        report.traffic = traffic(before, gathers(graph), training)
+        report.traffic = traffic(before, gathers(graph), training, is_left)
         self.confirm(report.traffic)
         self.reports.append(report)
 

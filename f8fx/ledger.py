@@ -10,7 +10,8 @@ earlier decisions makes the wait shorter:
 * if all have decided as this one does, but also otherwise, it goes on after :data:`ALONE`: it decides alone, say because
   only its batch has another size. Whether others use what it uses is then to be seen in each use (:func:`others_known`);
 * if the others have decided before, but never as this one does, and do not come within :data:`ANEW`, they will not: they
-  go on as decided before, and this rank alone would not. That is an error.
+  go on as decided before, and this rank alone would not. That is an error;
+* if another has said that it decides nothing (:func:`stand_aside`), and does not come within :data:`ALONE`, that is one.
 
 Nothing here is a collective. A rank that never comes is an error after the process group's timeout, as it would be in a
 collective. A store read is a round trip to the rendezvous host; a decision needs one or two for each rank.
@@ -31,7 +32,7 @@ from .torch_private import group_timeout, process_store, process_store_read
 
 #: How long a rank waits for the others to decide where the process group does not say.
 TIMEOUT = timedelta(minutes=10)
-#: How long for a decision that all of them have made before, among others.
+#: How long for a decision that all of them have made before, among others, and for a rank that decided nothing.
 ALONE = timedelta(seconds=10)
 #: How long at most for a decision that is new, where the others have made another before. Ranks leave a collective
 #: together; what then separates them is the time to trace one graph, or to find it in a cache. At most half of the process
@@ -72,6 +73,10 @@ class Matter(ABC):
     def missing(self, rank: int, others: str, seconds: float) -> str:
         """Others have not decided at all."""
 
+    @abstractmethod
+    def aside(self, others: str) -> str:
+        """Others decide nothing, and not all do."""
+
 
 #: What this process has agreed on in each matter, in full; per rank, for tests in which threads are ranks.
 _AGREED: dict[Any, list[tuple[str, ...]]] = {}
@@ -106,10 +111,28 @@ def agree(matter: Matter) -> None:
         known.append(matter.decided)
 
 
+def stand_aside(matter: Matter) -> None:
+    """Says that this rank decides nothing in a matter, at this place of its program, and waits for nobody.
+
+    Raises:
+        RankDisagreement: if others have decided there. Those that come later find out by themselves.
+    """
+    if (found := process_store()) is None:
+        return
+    ledger = _Ledger.of(matter, *found)
+    rank = ledger.rank
+    before = ledger.decided([rank])[rank]
+    ledger.decide(replace(before, asides=before.asides + 1))
+    history = ledger.decided([other for other in matter.ranks if other != rank])
+    # who has stood aside more often has decided at a later place
+    if any(len(o.agreed) > len(before.agreed) and o.asides <= before.asides for o in history.values()):
+        raise RankDisagreement(matter.aside(str(rank)))
+
+
 def _agree(matter: Matter, store: Any, rank: int) -> bool:
     """:func:`agree`; whether it is this rank's first decision in the matter."""
     timeout = group_timeout(matter.group) or TIMEOUT
-    ledger = _Ledger(store, f"f8fx/{_digest([matter.ranks, matter.about])}", rank)
+    ledger = _Ledger.of(matter, store, rank)
     history = ledger.decided([*{*matter.ranks, rank}])
     before, mine = history.pop(rank), ledger.write(matter.decided)
     everybody = [before, *history.values()]
@@ -137,6 +160,10 @@ def _agree(matter: Matter, store: Any, rank: int) -> bool:
             compare(published)
             waiting = [other for other in waiting if not is_done(published[other])]
             waited = time.monotonic() - start
+            asides = {o: count for o in waiting if (count := published[o].asides) > before.asides}
+            if asides and not agreed and waited >= min(ALONE, limit).total_seconds():
+                ledger.decide(replace(before, asides=max(asides.values())))  # the next decision of all is one
+                raise RankDisagreement(matter.aside(", ".join(map(str, asides))))
             if not waiting or waited >= limit.total_seconds():
                 return waiting
             time.sleep(min(pause, limit.total_seconds() - waited))
@@ -174,10 +201,22 @@ class _History:
     Attributes:
         agreed: with the others.
         repetitions: of what all had agreed on, by itself.
+        asides: how often it has decided nothing.
     """
 
     agreed: tuple[str, ...] = ()
     repetitions: tuple[str, ...] = ()
+    asides: int = 0
+
+    @staticmethod
+    def read(text: str) -> _History:
+        if not text:
+            return _History()
+        agreed, repetitions, asides = text.split("|")
+        return _History(tuple(agreed.split()), tuple(repetitions.split()), int(asides))
+
+    def written(self) -> str:
+        return f"{' '.join(self.agreed)}|{' '.join(self.repetitions)}|{self.asides}"
 
     def then(self, digest: str) -> _History:
         return replace(self, agreed=(*self.agreed, digest))
@@ -188,21 +227,22 @@ class _History:
 
 @dataclass(frozen=True)
 class _Ledger:
-    """The histories of ranks in the store, ``agreed|repetitions``."""
+    """The histories of ranks in the store, ``agreed|repetitions|asides``."""
 
     store: Any
     prefix: str
     rank: int
 
+    @staticmethod
+    def of(matter: Matter, store: Any, rank: int) -> _Ledger:
+        return _Ledger(store, f"f8fx/{_digest([matter.ranks, matter.about])}", rank)
+
     def decided(self, ranks: Sequence[int]) -> dict[int, _History]:
         texts = process_store_read(self.store, [f"{self.prefix}/{other}" for other in ranks])
-        parts = [text.partition("|") for text in texts]
-        found = [_History(tuple(agreed.split()), tuple(again.split())) for agreed, _, again in parts]
-        return dict(zip(ranks, found, strict=True))
+        return {rank: _History.read(text) for rank, text in zip(ranks, texts, strict=True)}
 
     def decide(self, history: _History) -> None:
-        text = " ".join(history.agreed) + "|" + " ".join(history.repetitions)
-        self.store.set(f"{self.prefix}/{self.rank}", text)
+        self.store.set(f"{self.prefix}/{self.rank}", history.written())
 
     def write(self, decided: Sequence[str]) -> str:
         """A decision in full, before an entry points to it; its digest."""

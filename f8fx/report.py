@@ -130,6 +130,7 @@ class Traffic:
         sends: all-gathers, and reductions of amaxes, after them.
         group: the group's name, which other processes may not know it by.
         training: whether the graph holds a backward.
+        is_left: nothing was to be decided (``wire="off"``).
     """
 
     ranks: tuple[int, ...]
@@ -137,6 +138,7 @@ class Traffic:
     sends: tuple[str, ...]
     group: str = ""
     training: bool = False
+    is_left: bool = False
 
 
 @dataclass

@@ -41,10 +41,21 @@ def gathers(graph: fx.Graph) -> Sent:
     return {group: tuple(texts) for group, texts in found.items()}
 
 
-def traffic(before: Sent, after: Sent, training: bool) -> list[Traffic]:
-    """For each group with gathers, what was sent over it and what is."""
+def traffic(before: Sent, after: Sent, training: bool, is_left: bool = False) -> list[Traffic]:
+    """For each group with gathers, what was sent over it and what is.
+
+    Args:
+        is_left: gathers were to be left as they are.
+    """
     return [
-        Traffic(group_ranks(group), texts, after.get(group, ()), process_group(group).group_name, training)
+        Traffic(
+            group_ranks(group),
+            texts,
+            after.get(group, ()),
+            process_group(group).group_name,
+            training,
+            is_left,
+        )
         for group, texts in before.items()
         if len(group_ranks(group)) > 1
     ]

@@ -68,8 +68,13 @@ class Sending:
         confirm(self.traffic)
 
 
-def sending(*sends, before=BEFORE, timeout=SHORT, of=(0, 1, 2), after=0.0):
-    return Sending([Traffic(of, before, sends)], timeout, after)
+def sending(*sends, before=BEFORE, timeout=SHORT, of=(0, 1, 2), after=0.0, is_left=False):
+    return Sending([Traffic(of, before, sends, is_left=is_left)], timeout, after)
+
+
+def leaving(after=0.0):
+    """``wire="off"``."""
+    return sending(*BEFORE, timeout=LONG, after=after, is_left=True)
 
 
 def test_ranks_that_agree_go_on(ranks):
@@ -232,6 +237,52 @@ def test_a_rank_that_never_comes_is_an_error_not_a_hang(ranks):
         assert isinstance(error, RankDisagreement) and "rank 2 compiled no such graph within 1 s" in str(
             error
         )
+
+
+def test_ranks_that_leave_gathers_as_they_are_wait_for_nobody(ranks):
+    for only in range(3):
+        calls = [leaving() if rank == only else None for rank in range(3)]
+        assert ranks(*calls[: only + 1]) == [None]
+
+
+@pytest.mark.parametrize("after", [(0, 0, 0.2), (0.2, 0.2, 0)], ids=["later", "first"])
+def test_a_rank_that_leaves_gathers_as_they_are_alone_is_an_error_on_the_others(ranks, after):
+    """And on itself, if they have decided by then; else it goes on into a gather that nobody joins."""
+    start = time.monotonic()
+    found = ranks(*(sending(*MOVED, timeout=LONG, after=seconds) for seconds in after[:2]), leaving(after[2]))
+    assert time.monotonic() - start < 5
+    assert [isinstance(error, RankDisagreement) for error in found] == [True, True, after[2] > 0]
+    assert all("rank 2 compiled a graph with 1 all-gathers" in str(error) for error in found if error)
+    assert all('{"wire": "off"}' in str(error) for error in found if error)
+    # what came of it is forgotten
+    assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
+
+
+def test_gathers_left_as_they_are_and_moved_by_turns(ranks):
+    """Whoever is first at the next turn, or late at the last, is not taken for one that decides otherwise."""
+    turns = [leaving(), sending(*MOVED, timeout=LONG), leaving(), leaving(), sending(*BEFORE, timeout=LONG)]
+
+    @dataclass
+    class Turns:
+        pause: float
+        timeout: timedelta = LONG
+        after: float = 0.0
+
+        def __call__(self):
+            for turn in turns:
+                time.sleep(self.pause)
+                turn()
+
+    assert ranks(Turns(0), Turns(0.3), Turns(0.05)) == [None] * 3
+
+
+def test_graphs_whose_gathers_are_left_as_they_are_are_not_compared(ranks, calls):
+    """No rank joins in what another one compares: nobody knows what these have decided."""
+    _, asked, _ = calls
+    for sends in (MOVED, BEFORE):
+        assert ranks(*[sending(*sends, timeout=LONG)] * 3) == [None] * 3
+    run = checked(lambda x: x + 1, leaving().traffic, [torch.ones(1)])
+    assert ranks(Calling(run)) == [2] and not asked
 
 
 def test_groups_do_not_wait_for_each_other(ranks):

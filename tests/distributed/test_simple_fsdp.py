@@ -7,6 +7,7 @@ import itertools
 import math
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from f8fx import explain, ops, recording
+from f8fx import explain, graph_pass, ledger, ops, recording
+from f8fx.agreement import confirm
 from f8fx.ledger import RankDisagreement
-from f8fx.passes import Collectives, check
+from f8fx.passes import Collectives, FilterError, check
 from f8fx.passes.rewrite import Provenance
 from f8fx.torch_private import group_timeout
 from tests.distributed.harness import TIMEOUT, outcome_fixture
@@ -336,6 +338,26 @@ def check_ranks_that_decide_differently_get_an_error():
     filters = {"filter_fqns": ["gate"]} if dist.get_rank() else {}
     with pytest.raises(Exception, match="ranks decided differently about one graph"):
         compiled(sharded(), **filters)(randn(2, 16, 128))
+
+
+def check_a_rank_that_leaves_its_gathers_alone_is_an_error():
+    """Found out by the others, before a gather that it joins in with other bytes."""
+    alone = dist.get_rank() == 1
+
+    def said_and_stopped(sent):
+        confirm(sent)
+        raise FilterError("before the gather")
+
+    with (
+        mock.patch.object(ledger, "ALONE", timedelta(seconds=1)),
+        mock.patch.object(graph_pass, "confirm", said_and_stopped if alone else confirm),
+        pytest.raises(
+            Exception, match="before the gather|not all ranks did" if alone else "rank 1 .* not all ranks did"
+        ),
+    ):
+        compiled(sharded(dtype=torch.float16), wire="off" if alone else "auto")(
+            randn(2, 16, 128, dtype=torch.float16)
+        )
 
 
 def check_ranks_that_run_graphs_of_two_decisions_get_an_error():
