@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from f8fx.torch_private.donated import _repeatable
+from f8fx.torch_private.donated import _copied, _repeatable
 from tests.helpers import bf16, randn
 from tests.processes import printed_by
 
@@ -115,6 +115,33 @@ def test_what_is_donated_is_copied_with_its_strides() -> None:
     assert seen[0].stride() == saved.stride() and seen[0].data_ptr() != saved.data_ptr()
     (grad,) = torch.autograd.grad(y, x, torch.full_like(y, 2.0))
     assert torch.equal(grad, 2 * want) and seen[1] is saved
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 16), (1, 3, 1), (0, 1), (1,), ()])
+def test_an_expanded_tensor_is_copied_as_one(shape: tuple[int, ...]) -> None:
+    """Two elements of a copy at one place in memory cannot be written."""
+    small = torch.randn(shape)
+    large = small.expand(tuple(5 if size == 1 else size for size in shape))
+    copy = _copied(large)
+    assert torch.equal(copy, large) and copy.stride() == large.stride()
+    assert copy.untyped_storage().data_ptr() != large.untyped_storage().data_ptr() or not large.numel()
+
+
+def test_a_backward_that_is_given_an_expanded_tensor_runs_again() -> None:
+    """A head of keys and values for two of queries, which attention saves as it gets it."""
+
+    class Attention(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query = self.first(x).unflatten(-1, (2, 32)).transpose(1, 2)
+            key = F.linear(x, self.second.weight.t())[..., :32].unsqueeze(1).expand(-1, 2, -1, -1)
+            return F.scaled_dot_product_attention(query, key, key)
+
+    model = Attention()
+    compiled = torch.compile(
+        model, backend="f8fx", options={"executor": "eager", "select": "all", "strict": True}
+    )
+    first, *others = of_three_backwards(compiled, randn(2, 16, 32))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("donated", [None, []])

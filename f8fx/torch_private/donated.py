@@ -62,4 +62,6 @@ def _repeatable(backward: Callable[..., Any] | None, metadata: Any) -> tuple[Cal
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """With the same strides, which compiled code relies on."""
     same = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return same.copy_(tensor)
+    once = tuple(slice(None if stride else 1) for stride in tensor.stride())  # of an expanded tensor
+    same[once].copy_(tensor[once])
+    return same
