@@ -28,7 +28,7 @@ from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
 from .records import store_json
 from .report import GraphReport, log
 from .sources import source_hash
-from .torch_private import group_backends, inductor_cache_dir, size_hint
+from .torch_private import group_backends, inductor_cache_dir, place_in_mesh, size_hint
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,16 @@ def _dynamic_sizes(example_inputs: Sequence[Any]) -> list[int | None]:
 
 
 def _local(value: torch.Tensor) -> list[Any]:
-    """Layouts of the tensors inside a subclass.
+    """Layouts of the tensors inside a subclass, and where this rank is among those that have its other parts.
 
-    A DTensor that is sharded unevenly has other local sizes on other ranks. AOTAutograd's key holds the global ones
-    (torch 2.13), so with a cache directory in common one rank would be served another's code.
+    A DTensor that is sharded unevenly has other local sizes on other ranks, code that shards one takes this rank's part,
+    and gathers name this rank's group. AOTAutograd's key holds none of that (torch 2.11 to 2.15), so with a cache
+    directory in common one rank would be served another's code.
     """
     names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = [getattr(value, name) for name in names]
-    return [_local(x) if hasattr(x, "__tensor_flatten__") else _metadata(x) for x in inner]
+    parts = [_local(x) if hasattr(x, "__tensor_flatten__") else _metadata(x) for x in inner]
+    return [*parts, *place_in_mesh(value)]
 
 
 def _ambient() -> list[Any]:

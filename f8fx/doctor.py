@@ -156,6 +156,20 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         workaround="Send x.view(torch.uint8) and view it back; NCCL takes float8 as it is.",
     ),
     KnownIssue(
+        title="A compile cache serves one rank the code of another where DTensors are inputs",
+        link="https://github.com/pytorch/pytorch/issues/188390",
+        # Tried: 2.13 and 2.15 do; 2.11 caches no such graph (keys came with pytorch/pytorch#173526).
+        torch=Versions(since="2.12"),
+        effect=(
+            "The second run of ranks that share a cache directory, on one node say: wrong numbers where a tensor is "
+            "sharded in the graph, an unknown process group, another rank's GPU."
+        ),
+        workaround=(
+            "None needed for f8fx, whose keys hold a rank's place in each mesh; with other backends give each rank a "
+            "TORCHINDUCTOR_CACHE_DIR of its own."
+        ),
+    ),
+    KnownIssue(
         title="module.compile() on a built-in module is a silent no-op",
         link="https://github.com/pytorch/pytorch/pull/185722",
         # Tried: no graph reaches the backend in 2.11 and 2.13, one does in 2.15.

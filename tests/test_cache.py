@@ -7,8 +7,12 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import f8fx
 import f8fx.hardware
@@ -258,6 +262,25 @@ def test_what_carries_collectives_is_in_the_key(monkeypatch):
         monkeypatch.setattr(f8fx.cache, "group_backends", lambda backends=backends: backends)
         keys.append([key(wire=wire).uuid for wire in ("auto", "float8", "uint8", "off")])
     assert [one != other for one, other in zip(*keys, strict=True)] == [True, True, False, False]
+
+
+def test_a_rank_s_place_in_a_mesh_is_in_the_key():
+    """Code that shards takes that rank's part, and gathers name its group: (0, 2) and (1, 3) of a row of a 2 x 2 mesh."""
+
+    def of_rank(rank, dim):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))[dim]
+            weight = DTensor.from_local(torch.randn(8, 16), mesh, [Shard(0)], run_check=False)
+            gm = fx.symbolic_trace(lambda w: w.full_tensor())
+            found = CacheKey.of(gm, [weight], f8fx.Options.parse({}))
+            return found.uuid
+        finally:
+            dist.destroy_process_group()
+
+    keys = {(rank, dim): of_rank(rank, dim) for rank in range(4) for dim in ("a", "b")}
+    assert len({*keys.values()}) == len(keys)
+    assert all(of_rank(*place) == key for place, key in keys.items())
 
 
 def test_every_figure_of_the_target_is_in_the_key():

@@ -140,6 +140,21 @@ def key_local_tensors(kind: type[torch.Tensor]) -> None:
     DTensor._stable_hash_for_caching = hashed  # type: ignore[method-assign]
 
 
+def place_in_mesh(tensor: torch.Tensor) -> list[Any]:
+    """Where this process is in the mesh of a DTensor: coordinates, and the names of its groups. Of other tensors, nothing.
+
+    ``DeviceMesh`` of a rank that is not in it has no coordinates, and one without a backend no groups.
+    """
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return []
+    try:
+        groups = [group.group_name for group in mesh.get_all_groups()]
+    except RuntimeError:
+        groups = []
+    return [mesh.get_coordinate(), groups]
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """The device fails where a bool on it is false; the host does not wait (``_assert_async``)."""
     torch._assert_async(condition, message)
