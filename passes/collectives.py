@@ -51,9 +51,10 @@ On the wire
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, Literal
 
-from torch import fx
+from torch import Tensor, fx
 
 from f8fx.report import CollectiveDecision
 from f8fx.torch_private import carries_float8, group_backend, group_rank
@@ -64,6 +65,7 @@ from .backward import backward_nodes
 from .commute import Move, Stay, decide
 from .gather import (
     Gathered,
+    all_gather_together,
     find_gathered,
     find_readers,
     is_movement,
@@ -118,7 +120,7 @@ class Collectives:
         if any(decision.moved for decision in decisions):
             Share()(graph)
         expose_gemms(graph)
-        return decisions[::-1]
+        return decisions[::-1] + _together(graph, backward)
 
     def _sends_bytes(self, gathered: Gathered) -> bool:
         if self.wire != "auto":
@@ -134,15 +136,32 @@ def _erase_dead(graph: fx.Graph) -> None:
 
 
 def _report(decision: Move | Stay, gathered: Gathered, backward: bool) -> CollectiveDecision:
-    value = gathered.nodes[0].meta["val"]
-    common: dict[str, Any] = {
-        "fqn": fqn.of_node(gathered.nodes[0]),
+    node = gathered.nodes[0]
+    described = _described(node, node.meta["val"], gathered.group_size, backward)
+    if isinstance(decision, Stay):
+        return CollectiveDecision(**described, moved=False, reason=decision.reason, detail=decision.detail)
+    detail = f"{decision.bytes_before} bytes become {decision.bytes_after}"
+    return CollectiveDecision(**described, moved=True, reason="moved", detail=detail)
+
+
+def _together(graph: fx.Graph, backward: Set[fx.Node]) -> list[CollectiveDecision]:
+    """One decision for each tensor that is gathered in one call with others."""
+    reason = "gathered in one call with others"
+    return [
+        CollectiveDecision(
+            **_described(node, value, node.args[1], node in backward), moved=False, reason=reason
+        )
+        for node in graph.nodes
+        if node.target is all_gather_together
+        for value in node.meta["val"]
+    ]
+
+
+def _described(node: fx.Node, value: Tensor, group_size: int, backward: bool) -> dict[str, Any]:
+    return {
+        "fqn": fqn.of_node(node),
         "shape": tuple(size if isinstance(size, int) else str(size) for size in value.shape),
         "dtype": str(value.dtype).removeprefix("torch."),
-        "group_size": gathered.group_size,
+        "group_size": group_size,
         "backward": backward,
     }
-    if isinstance(decision, Stay):
-        return CollectiveDecision(**common, moved=False, reason=decision.reason, detail=decision.detail)
-    detail = f"{decision.bytes_before} bytes become {decision.bytes_after}"
-    return CollectiveDecision(**common, moved=True, reason="moved", detail=detail)

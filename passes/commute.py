@@ -229,12 +229,13 @@ def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -
         raise _Refused("scale is not the amax of the gathered tensor", scale.name)
     if any(step.kind == "pad" for step in amax.steps):
         raise _Refused("padded after the gather, with rowwise scales")
-    per_step = shard_axes(amax, dim)
+    per_step, shape = shard_axes(amax, dim), shape_of(gathered.shard)
+    passed = (gathered.shard, *(step.result for step in amax.steps))
+    if not all(isinstance(size, int) for node in passed for size in shape_of(node)):
+        raise _Refused("rowwise scales of dynamic sizes")
     if per_step is None:
         raise _Refused("a view cuts across the dimension that is scaled")
-    axes, shape = per_step[0], shape_of(gathered.shard)
-    if not all(isinstance(size, int) for size in (*shape, *shape_of(amax.source))):
-        raise _Refused("rowwise scales of dynamic sizes")
+    axes = per_step[0]
     if len(axes) == len(shape):
         raise _Refused("one row that is all of the shard")
     return Copy({scale: amax}, dtype, amax.casts, axes, amax.gathered_dim not in axes)

@@ -34,6 +34,8 @@ from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, permutation, shape_of
 aten = torch.ops.aten
 
 all_gather = c10d.all_gather_into_tensor.default
+#: Of several tensors in one call; not looked into.
+all_gather_together = c10d.all_gather_into_tensor_coalesced.default
 wait_tensor = c10d.wait_tensor.default
 copy = aten.copy.default
 

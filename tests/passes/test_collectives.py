@@ -1224,6 +1224,33 @@ def test_stays_when_rowwise_scales_have_dynamic_sizes():
     assert_stays_by_hand(("rowwise scales of dynamic sizes", ""), f, (16, 64), trace=symbolic)
 
 
+def test_stays_when_rows_of_several_sequences_have_dynamic_sizes():
+    """Whether a view of them cuts across a row is not known either."""
+
+    def f(x):
+        whole = gather(x).view(-1, 64)
+        scale = ops.scale(ops.amax(whole, 1), dtype=torch.float8_e4m3fn)
+        return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn, dim=1)
+
+    assert_stays_by_hand(("rowwise scales of dynamic sizes", ""), f, (6, 16, 64), trace=symbolic)
+
+
+def test_stays_when_gathered_in_one_call_with_others():
+    def f(x, w, v):
+        first, second = map(c10d.wait_tensor, c10d.all_gather_into_tensor_coalesced([w, v], 4, "0"))
+        return x @ first.t(), x @ second.t()
+
+    together = ("gathered in one call with others", "")
+    assert_stays(together, f, (16, 64), (24, 64), (12, 64))
+    _, report = rewritten(f, (16, 64), (24, 64), (12, 64))
+    assert [(g.shape, g.dtype, g.group_size) for g in report.gathers] == [
+        ((96, 64), "bfloat16", 4),
+        ((48, 64), "bfloat16", 4),
+    ]
+    line = "f8fx: 2 of 2 matmuls in float8 (tensorwise); 0 of 2 gathers in float8, not 2: gathered in one call with others"
+    assert report.line() == line
+
+
 def test_stays_when_a_view_cuts_across_the_scaled_dimension():
     """Rows of 64 elements are halves of the rows of 128 that are gathered."""
 
