@@ -100,8 +100,9 @@ def _local(value: torch.Tensor) -> list[Any]:
     """Layouts of the tensors inside a subclass, and where this rank is among those that have its other parts.
 
     A DTensor that is sharded unevenly has other local sizes on other ranks, code that shards one takes this rank's part,
-    and gathers name this rank's group. AOTAutograd's key holds none of that (torch 2.11 to 2.15), so with a cache
-    directory in common one rank would be served another's code.
+    and gathers name this rank's group. AOTAutograd's key holds none of that (torch 2.13 and 2.15; 2.11 caches no such
+    graph), so with a cache directory in common one rank would be served another's code.
+    https://github.com/pytorch/pytorch/issues/188390
     """
     names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = [getattr(value, name) for name in names]
