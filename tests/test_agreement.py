@@ -77,6 +77,21 @@ def leaving(after=0.0):
     return sending(*BEFORE, timeout=LONG, after=after, is_left=True)
 
 
+@dataclass
+class Turns:
+    """What a rank does one after the other, and seconds before each."""
+
+    turns: list[Sending]
+    pauses: list[float]
+    timeout: timedelta = LONG
+    after: float = 0.0
+
+    def __call__(self):
+        for turn, pause in zip(self.turns, self.pauses, strict=True):
+            time.sleep(pause)
+            turn()
+
+
 def test_ranks_that_agree_go_on(ranks):
     assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
 
@@ -260,20 +275,9 @@ def test_a_rank_that_leaves_gathers_as_they_are_alone_is_an_error_on_the_others(
 
 def test_gathers_left_as_they_are_and_moved_by_turns(ranks):
     """Whoever is first at the next turn, or late at the last, is not taken for one that decides otherwise."""
-    turns = [leaving(), sending(*MOVED, timeout=LONG), leaving(), leaving(), sending(*BEFORE, timeout=LONG)]
-
-    @dataclass
-    class Turns:
-        pause: float
-        timeout: timedelta = LONG
-        after: float = 0.0
-
-        def __call__(self):
-            for turn in turns:
-                time.sleep(self.pause)
-                turn()
-
-    assert ranks(Turns(0), Turns(0.3), Turns(0.05)) == [None] * 3
+    moved, before = sending(*MOVED, timeout=LONG), sending(*BEFORE, timeout=LONG)
+    turns = [leaving(), moved, leaving(), leaving(), before]
+    assert ranks(*(Turns(turns, [pause] * 5) for pause in (0, 0.3, 0.05))) == [None] * 3
 
 
 def test_graphs_whose_gathers_are_left_as_they_are_are_not_compared(ranks, calls):
@@ -294,19 +298,8 @@ def test_groups_do_not_wait_for_each_other(ranks):
 
 def test_a_rank_that_is_slow_to_repeat_what_others_have_repeated(ranks):
     """They have decided otherwise since; nobody disagrees."""
-
-    @dataclass
-    class Several:
-        pause: float
-        timeout: timedelta = LONG
-        after: float = 0.0
-
-        def __call__(self):
-            for index, sends in enumerate((MOVED, MOVED, BEFORE)):
-                time.sleep(self.pause * (index == 1))
-                confirm([Traffic((0, 1, 2), BEFORE, sends)])
-
-    assert ranks(Several(0), Several(1), Several(0.5)) == [None] * 3
+    turns = [sending(*sends, timeout=LONG) for sends in (MOVED, MOVED, BEFORE)]
+    assert ranks(*(Turns(turns, [0, pause, 0]) for pause in (0, 1, 0.5))) == [None] * 3
 
 
 @pytest.fixture
