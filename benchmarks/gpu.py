@@ -80,6 +80,7 @@ def _tests() -> Part:
         "pytest",
         "tests/test_gpu.py",
         "tests/test_gpu_nccl.py",
+        *(["tests/integration/test_gpu.py"] if importlib.util.find_spec("transformers") else []),
         "-m",
         "gpu",
         "-k",

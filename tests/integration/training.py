@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import nn
@@ -55,15 +56,21 @@ def initial(name: str) -> nn.Module:
 
 
 @cache
-def run(name: str, recipe: str | None, target: str | None = None) -> Run:
+def run(
+    name: str,
+    recipe: str | None,
+    target: str | None = None,
+    device: str = "cpu",
+    executor: Literal["eager", "inductor"] = "eager",
+) -> Run:
     """Trains the named case; ``recipe=None``: plain eager PyTorch. For an H100 as target gemms are merged."""
     case = CASES[name]
-    model = copy.deepcopy(initial(name))
-    batch = batch_of(case, torch.bfloat16)
+    model = copy.deepcopy(initial(name)).to(device)
+    batch = {key: x.to(device) for key, x in batch_of(case, torch.bfloat16).items()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     result = Run([], {}, {}, model, [])
     with recording() as result.reports:
-        options = {"filter_fqns": list(case.filtered), "target": target}
+        options = {"filter_fqns": list(case.filtered), "target": target, "executor": executor}
         forward = compiled(model, recipe=recipe, **options) if recipe else model
         for _ in range(STEPS):
             loss = case.loss(forward(**batch), batch)
