@@ -93,7 +93,7 @@ def halves(
 
     parsed = Options.parse({"select": "all", "target": "h100", **options})
     pipeline = parsed.pipeline(
-        rowwise_scales=lambda device: parsed.rowwise_scales or "in_gemm",
+        rowwise_scales=lambda device: parsed.rowwise_scales or "by_size",
         kernels=lambda device: parsed.kernels == "auto",
     )
     found: list[fx.GraphModule] = []

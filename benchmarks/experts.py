@@ -2,11 +2,14 @@
 
 ``python -m benchmarks.experts``. bf16, torchao (its prototype for grouped matmuls, rowwise) and f8fx with
 ``experts="convert"`` from the same weights, forward and backward. Rows are sorted by expert, as routing leaves them, and
-their numbers are uneven; torchao wants multiples of 16, so all get those.
+their numbers are uneven; torchao wants multiples of 16, so all get those. ``--quick`` leaves out torchao, whose kernels are tuned
+for minutes.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -114,11 +117,12 @@ def measure(
     device: str = "cuda",
     tokens: int = TOKENS,
     seconds: float = 2.0,
+    without: Collection[str] = (),
 ) -> Row:
-    """Times all versions, then looks at the memory of each."""
+    """Times all versions, then looks at the memory of each; those in ``without`` are left out."""
     module, x, grad = experts_of(MODELS.get(model, _TINY), device, tokens)
     smoke = x.device.type == "cpu"
-    found = variants.compare(module, x, grad, recipe, smoke, seconds, _OPTIONS, to_torchao)
+    found = variants.compare(module, x, grad, recipe, smoke, seconds, _OPTIONS, to_torchao, without)
     memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
     return {**found.row(), "memory": memory, "tokens": tokens, "clocks": common.clocks()}
 
@@ -132,8 +136,10 @@ def main(argv: list[str] | None = None) -> int:
     args = common.parser(__doc__, smoke=True, ahead=True).parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    settings = {"tokens": TOKENS}
-    return running.run(args, NAME, cases(args.quick), measure, summary, grids, settings, print_verdicts)
+    without = ["torchao"] if args.quick else []
+    settings = {"tokens": TOKENS, "without": without}
+    call = functools.partial(measure, without=without)
+    return running.run(args, NAME, cases(args.quick), call, summary, grids, settings, print_verdicts)
 
 
 def smoke() -> int:

@@ -184,7 +184,7 @@ def calibrated(
 
 def as_run(recipe: Recipe, hw: Hardware, cuda: str | None) -> Recipe:
     """The recipe as f8fx runs it on that hardware with that CUDA."""
-    return in_gemm(recipe) if rowwise_scales_on(hw, cuda) == "in_gemm" else recipe
+    return in_gemm(recipe) if rowwise_scales_on(hw, cuda) != "torchao" else recipe
 
 
 def is_measured(row: Row) -> bool:

@@ -86,6 +86,8 @@ def _tests() -> Part:
         "-k",
         "not aotinductor",  # compiles C++ for minutes
         "-v",  # what was done is seen even if the rest is stopped
+        "--at-once",
+        "--tb=short",
         "--no-header",
         "-p",
         "no:cacheprovider",

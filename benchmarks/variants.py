@@ -16,7 +16,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,14 +169,15 @@ def compare(
     seconds: float = 1.0,
     options: Mapping[str, Any] | None = None,
     convert: Callable[[nn.Module, str], nn.Module] | None = None,
+    without: Collection[str] = (),
 ) -> Comparison:
-    """Builds and times all versions of a module; see :func:`build`."""
+    """Builds and times all versions of a module but those in ``without``; see :func:`build`."""
     torch.compiler.reset()
     variants: dict[str, Variant] = {}
     errors: dict[str, str] = {}
     sqnr: dict[str, tuple[float, float]] = {}
     reference: tuple[Tensor, ...] = ()
-    for name in NAMES:
+    for name in (name for name in NAMES if name not in without):
         try:
             variant = build(name, module, x, grad, recipe, smoke, options, convert=convert)
             results = variant.step()[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from f8fx.hardware import Hardware
@@ -34,6 +35,9 @@ class Calibration:
             for the transposed copy of a rowwise cast, whose amax runs down the columns. Fit. The
             likely reasons for the order: Inductor computes a norm's output again for the input's, and
             fuses the gradient's with the activation's backward.
+        exact_rowwise_bytes, exact_rowwise_double_bytes: a rowwise gemm that accumulates exactly and applies the scales itself
+            takes longer than others where its operands have more bytes than the first, and twice as long where they have so many more
+            as the second says. By default nowhere.
         scale_kernels: launches for the second amax stage and the scale of a tensorwise tensor.
         margin: fraction of its time in high precision that a layer must gain to be converted. What is predicted
             to gain less may as well lose.
@@ -48,6 +52,8 @@ class Calibration:
     input_column_efficiency: float = 0.21
     weight_column_efficiency: float = 0.29
     grad_output_column_efficiency: float = 0.50
+    exact_rowwise_bytes: float = math.inf
+    exact_rowwise_double_bytes: float = math.inf
     scale_kernels: int = 1
     margin: float = 0.0
 
@@ -77,7 +83,9 @@ def own_calibration(hardware: Hardware) -> Calibration:
     ``benchmarks/results``), in round numbers: the gemms of an H100 and an H200, 39 shapes each, of whose times these constants are
     7 and 9 % off on average (those of :class:`Calibration`: 11 and 13 %; cuBLAS's bfloat16 gemms have come nearer to
     their peak), copies on both, and 13 linear layers on the H100, of whose speedups they are 0.04 off: of what was near, those by
-    which "auto" decides as it did there, where it was slower than bfloat16 nowhere.
+    which "auto" decides as it did there, where it was slower than bfloat16 nowhere. The two of large exact rowwise gemms are an
+    H100's alone: there those with operands of 470 MB and more took 1.19 to 1.81 times as long as tensorwise ones, smaller ones 1.09 at
+    most; on the H200 all of them 1.04 at most.
     Elsewhere :func:`default_calibration`, but for the rowwise casts: its constants are of kernels that store transposed
     copies element by element, and f8fx's are tiled. The margin is what the model was off by on average in the table it was
     first fitted to.
@@ -92,6 +100,10 @@ def own_calibration(hardware: Hardware) -> Calibration:
             fp8_k_fill=250.0,
             memory_efficiency=0.9,
             transpose_efficiency=0.6,
+        )
+    if hardware.name == "h100":
+        calibration = dataclasses.replace(
+            calibration, exact_rowwise_bytes=360e6, exact_rowwise_double_bytes=750e6
         )
     return dataclasses.replace(
         calibration,

@@ -18,8 +18,9 @@ epilogue of each tile. Both are smooth, where real wave quantisation is a stairc
 not flicker with M. No split-k is modelled. A grouped gemm reads every expert's matrix, and half of the last tile of each
 expert's rows is idle: ``experts k n`` for ``k n``, ``m + experts TILE_ROWS / 2`` for the ``m`` that is computed.
 
-**Rescale**: where a rowwise gemm without fast accumulation cannot scale its accumulator (``rescales``), its bfloat16
-result is multiplied by the scales in a kernel of its own: 2 bytes read and 2 written per element.
+**Rescale**: where a rowwise gemm without fast accumulation does not scale its accumulator (``rescales``), its bfloat16
+result is multiplied by the scales in a kernel of its own: 2 bytes read and 2 written per element. Where it does, ``compute``
+grows with the bytes of large operands on an H100 (``exact_rowwise_bytes``).
 
 **Cast** of one tensor: an amax read (none if its producer computes it), then for each layout copy one
 read and a 1-byte write, at an efficiency that falls for the transposed copy, whose stores are not
@@ -34,6 +35,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Literal
 
 import sympy
 
@@ -94,8 +96,12 @@ def _round16(size: int) -> int:
     return -(-size // 16) * 16
 
 
+#: What a gemm's scales cost: nothing, a kernel of their own, or what they cost a rowwise gemm that accumulates exactly.
+_Scaling = Literal["free", "after", "exact"]
+
+
 def _gemm(
-    hw: Hardware, c: Calibration, float8: bool, rescale: bool, itemsize: int, experts: int = 0
+    hw: Hardware, c: Calibration, float8: bool, scaling: _Scaling, itemsize: int, experts: int = 0
 ) -> sympy.Expr:
     """Seconds of a gemm [M, K] x [K, N]; see the module's docstring."""
     if not float8:
@@ -108,8 +114,11 @@ def _gemm(
     rows = M + experts * (TILE_ROWS // 2)
     compute = 2 * (rows * N + c.fill * hw.sms * TILE) * (K + k_fill) / (efficiency * flops)
     memory = (itemsize * (M * K + max(experts, 1) * K * N) + 2 * M * N) / bandwidth
+    if scaling == "exact" and float8 and math.isfinite(c.exact_rowwise_bytes):
+        beyond = M * K + K * N - c.exact_rowwise_bytes
+        compute *= 1 + sympy.Max(0, beyond) / c.exact_rowwise_double_bytes
     seconds = sympy.Max(compute, memory) + hw.launch_overhead
-    if rescale and float8:
+    if scaling == "after" and float8:
         seconds += 4 * M * N / bandwidth + hw.launch_overhead
     return seconds
 
@@ -148,11 +157,11 @@ class CostModel:
         hardware: from :func:`f8fx.hardware.find` or :func:`f8fx.hardware.of_device`.
         calibration: how far real kernels stay below the peaks; by default :func:`default_calibration`.
         rescales: whether rowwise gemms without fast accumulation are followed by a kernel that applies their
-            scales (``GemmSpec.scales_after_gemm``), as torchao's are, or apply them themselves.
+            scales (``GemmSpec.scales_after_gemm``), as torchao's are, or apply them themselves; ``None``: what is faster.
     """
 
     def __init__(
-        self, hardware: Hardware, calibration: Calibration | None = None, rescales: bool = True
+        self, hardware: Hardware, calibration: Calibration | None = None, rescales: bool | None = True
     ) -> None:
         self.hardware = hardware
         self.calibration = calibration or default_calibration(hardware)
@@ -180,12 +189,33 @@ class CostModel:
             float8: else the operands are ``itemsize`` bytes wide; 4 is taken to run at half the bfloat16
                 rate (TF32), which understates what float8 gains where TF32 is off.
             rowwise: scale vectors instead of scalars; by itself as fast (pytorch issue 147971: 90 to 100%).
-            rescale: the scales may not be applied inside the gemm (``GemmSpec.scales_after_gemm``).
+            rescale: it accumulates exactly, so that here the scales may not be applied inside the gemm
+                (``GemmSpec.scales_after_gemm``).
             experts: each row is multiplied by one of so many matrices [k, n]; 0: there is one. All are read, and of
                 each one's last tile half is idle.
         """
-        after = rowwise and rescale and self.rescales
-        return _compiled(_gemm, self.hardware, self.calibration, float8, after, itemsize, experts)(m, k, n)
+        return min(
+            _compiled(_gemm, self.hardware, self.calibration, float8, scaling, itemsize, experts)(m, k, n)
+            for scaling in self._scalings(rowwise and rescale)
+        )
+
+    def scales_after(self, m: int, k: int, n: int) -> bool:
+        """Whether a rowwise gemm [m, k] x [k, n] that accumulates exactly is followed by a kernel that applies its scales."""
+        if self.rescales is not None:
+            return self.rescales
+        after, exact = (
+            _compiled(_gemm, self.hardware, self.calibration, True, scaling, 2, 0)(m, k, n)
+            for scaling in self._scalings(True)
+        )
+        return after < exact
+
+    def _scalings(self, exact: bool) -> tuple[_Scaling, ...]:
+        """The ways to apply scales; ``exact``: of a float8 gemm that is rowwise and accumulates exactly."""
+        if not exact:
+            return ("free",)
+        if self.rescales is None:
+            return ("after", "exact")
+        return ("after",) if self.rescales else ("exact",)
 
     def copy_seconds(self, size: int) -> float:
         """Seconds to copy ``size`` bytes, beside what the kernel does anyway."""
@@ -193,7 +223,12 @@ class CostModel:
 
     def gemm_expression(self, float8: bool, rescale: bool = False, itemsize: int = 2) -> sympy.Expr:
         """Seconds of a gemm [M, K] x [K, N] in :data:`M`, :data:`K`, :data:`N`: what :meth:`gemm_seconds` evaluates."""
-        return _gemm(self.hardware, self.calibration, float8, rescale and self.rescales, itemsize)
+        return sympy.Min(
+            *(
+                _gemm(self.hardware, self.calibration, float8, each, itemsize)
+                for each in self._scalings(rescale)
+            )
+        )
 
     def amax_seconds(self, rows: int, cols: int, itemsize: int = 2, fused: bool = False) -> float:
         """Seconds for one tensorwise amax and scale; ``fused``: the producer does the reading."""
@@ -297,9 +332,10 @@ class CostModel:
         total: sympy.Expr = sympy.Integer(0)
         for role in roles:
             spec = recipe.gemm(role) if float8 else None
-            args = (False, False) if spec is None else (True, spec.scales_after_gemm and self.rescales)
+            ways = self._scalings(spec is not None and spec.scales_after_gemm)
             shape = dict(zip((M, K, N), _GEMM_SHAPE[role], strict=True))
-            total += _gemm(hw, c, *args, itemsize).subs(shape, simultaneous=True)
+            gemms = [_gemm(hw, c, spec is not None, each, itemsize) for each in ways]
+            total += sympy.Min(*gemms).subs(shape, simultaneous=True)
         for cast in self._casts(recipe, roles) if float8 else ():
             seconds = _copy(hw, c, itemsize, cast.rowwise, cast.transposed, cast.kind)
             if cast.amax:

@@ -56,7 +56,7 @@ class Options:
             it is faster; ``"never"`` leaves them separate, each with scales of its own.
         rowwise_scales: where rowwise scales are applied when the recipe wants exact accumulation:
             ``"in_gemm"``, to the accumulator, or ``"torchao"``, by a kernel of its own to the rounded
-            result, which is torchao's arithmetic to the bit. Default: what is faster on the device.
+            result, which is torchao's arithmetic to the bit. Default: what is faster on the device for the gemm.
         bias: ``"torchao"`` adds a bias to the rounded result, which is torchao's arithmetic to the bit; ``"in_gemm"``
             lets the gemm add it to its accumulator where it can: a kernel less where attention reads the result, and
             one rounding instead of two.

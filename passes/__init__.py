@@ -56,9 +56,9 @@ from .materialize import Materialize
 from .merge import Merge
 from .one_read import OneRead
 from .parameters import constants as constant_parameters
-from .quantize import Quantize, RowwiseScales
+from .quantize import DeviceScales, Quantize, RowwiseScales
 from .reuse import Reuse, WeightInputs
-from .rowwise import best_rowwise_scales, rowwise_scales_on
+from .rowwise import ScalesOf, best_rowwise_scales, rowwise_scales_on
 from .select import FilterError, Policy, Select
 from .share import Share
 from .tags import Tags
@@ -122,7 +122,7 @@ class Pipeline:
         debug: bool = False,
         watch: Callable[[str, str], None] | None = None,
         predict: bool = False,
-        rowwise_scales: Callable[[torch.device], RowwiseScales] | None = None,
+        rowwise_scales: Callable[[torch.device], DeviceScales] | None = None,
         merge: Literal["auto", "never"] = "auto",
         bias: Literal["torchao", "in_gemm"] = "torchao",
         weights_at_once: bool = False,
@@ -140,13 +140,14 @@ class Pipeline:
         self.fold = Fold()
         self.find = Find(leave_activations, experts)
         scales = rowwise_scales or best_rowwise_scales
+        rescales = {"in_gemm": False, "by_size": None}
         self.select = Select(
-            recipe, policy, hardware, predict, lambda device: scales(device) != "in_gemm", runs
+            recipe, policy, hardware, predict, lambda device: rescales.get(scales(device), True), runs
         )
-        self.rowwise_scales, self.bias = scales, bias
+        self.rowwise_scales, self.bias = ScalesOf(scales, self.select.model_of), bias
         self.merge = Merge(merge, self.select.model_of)
         self.concatenations = Concatenations()
-        self.quantize = Quantize(recipe, scales)
+        self.quantize = Quantize(recipe, self.rowwise_scales)
         self.reuse = Reuse(weights) if weights is not None else None
         self.constants = constants
         self.share = Share(weights_at_once)

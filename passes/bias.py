@@ -16,6 +16,7 @@ from torch import fx
 from f8fx.torch_private import statically_true
 
 from .choice import Choice, Convert
+from .gemm import Gemm
 from .operand import CASTS, is_same
 from .quantize import RowwiseScales, is_scaled_after
 from .rewrite import Inserter
@@ -27,16 +28,16 @@ _ALIGNMENT = 16
 
 
 def biases_in_gemms(
-    choices: Sequence[Choice], rowwise_scales: Callable[[torch.device], RowwiseScales]
+    choices: Sequence[Choice], rowwise_scales: Callable[[Gemm], RowwiseScales]
 ) -> list[Choice]:
     """The choices, with ``adds_bias`` where the gemm can.
 
     Args:
-        rowwise_scales: where a device applies scale vectors: a bias comes after them.
+        rowwise_scales: where the scale vectors of a gemm are applied: a bias comes after them.
     """
     return [
         replace(choice, adds_bias=True)
-        if isinstance(choice, Convert) and _can(choice, rowwise_scales(choice.gemm.device))
+        if isinstance(choice, Convert) and _can(choice, rowwise_scales(choice.gemm))
         else choice
         for choice in choices
     ]

@@ -52,7 +52,7 @@ def judged(family: Family, model: CostModel) -> Paying | Apart:
     separate: dict[Role, tuple[float, ...]] = {}
     merged: dict[Role, float] = {}
     for role, members in family.members.items():
-        rowwise = members[0].spec.is_rowwise
+        rowwise, exact = members[0].spec.is_rowwise, members[0].spec.scales_after_gemm
         parts = []
         for gemm in (conversion.gemm for conversion in members):
             sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
@@ -61,8 +61,8 @@ def judged(family: Family, model: CostModel) -> Paying | Apart:
             parts.append([int(size or 0) for size in sizes])
         whole = list(parts[0])
         whole[_AXIS[role]] = sum(part[_AXIS[role]] for part in parts)
-        separate[role] = tuple(model.gemm_seconds(m, k, n, True, rowwise) for m, k, n in parts)
-        merged[role] = model.gemm_seconds(whole[0], whole[1], whole[2], True, rowwise)
+        separate[role] = tuple(model.gemm_seconds(m, k, n, True, rowwise, exact) for m, k, n in parts)
+        merged[role] = model.gemm_seconds(whole[0], whole[1], whole[2], True, rowwise, exact)
     if family.copied:
         merged["output"] += model.copy_seconds(copied_bytes(family.members["output"], family.copied))
     result = Paying(family, separate, merged)

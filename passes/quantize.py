@@ -49,6 +49,8 @@ prims = torch.ops.prims
 #: with fast accumulation, without it to the rounded result; ``"after"``: the device's gemm takes no scale
 #: vectors, they are applied to a float32 result.
 RowwiseScales = Literal["in_gemm", "torchao", "after"]
+#: The same of a device; ``"by_size"``: of ``"in_gemm"`` and ``"torchao"`` what the cost model says is faster for a gemm.
+DeviceScales = Literal["in_gemm", "torchao", "after", "by_size"]
 
 _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
@@ -71,10 +73,10 @@ class Quantize:
 
     Args:
         recipe: how each operand is quantized.
-        rowwise_scales: where a device applies scale vectors.
+        rowwise_scales: where the scale vectors of a gemm are applied.
     """
 
-    def __init__(self, recipe: Recipe, rowwise_scales: Callable[[torch.device], RowwiseScales]) -> None:
+    def __init__(self, recipe: Recipe, rowwise_scales: Callable[[Gemm], RowwiseScales]) -> None:
         self.recipe = recipe
         self.rowwise_scales = rowwise_scales
 
@@ -85,7 +87,7 @@ class Quantize:
             gemm = conversion.gemm
             provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize")
             insert = Inserter(graph, gemm.node, provenance)
-            result = _GemmRewrite(conversion, self.recipe, self.rowwise_scales(gemm.device), insert).run()
+            result = _GemmRewrite(conversion, self.recipe, self.rowwise_scales(gemm), insert).run()
             result.meta["f8fx"] = replace(provenance, is_result=True)
             take_over(gemm.node, result)
             results[gemm.node] = result

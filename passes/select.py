@@ -67,8 +67,7 @@ class Select:
         policy: the user's say.
         hardware: what the decisions are for; ``None``: the device each matmul runs on.
         predict: put the cost model's figures on every choice, also where they decide nothing.
-        rescales: the devices on which a kernel of its own may have to apply rowwise scales
-            (:class:`f8fx.cost.CostModel`).
+        rescales: whether on a device a kernel of its own applies rowwise scales (:class:`f8fx.cost.CostModel`).
         runs: the graph is to run where its tensors are, so that what that device cannot run is left alone,
             whatever it is decided for; false where a graph is only looked at.
     """
@@ -79,7 +78,7 @@ class Select:
         policy: Policy,
         hardware: Hardware | None = None,
         predict: bool = False,
-        rescales: Callable[[torch.device], bool] = lambda device: True,
+        rescales: Callable[[torch.device], bool | None] = lambda device: True,
         runs: bool = False,
     ) -> None:
         self.recipe = recipe

@@ -230,6 +230,6 @@ def _is_odd(layer: _Layer) -> bool:
 
 
 @lru_cache(maxsize=16)
-def cost_model(hardware: Hardware, rescales: bool) -> CostModel:
+def cost_model(hardware: Hardware, rescales: bool | None) -> CostModel:
     """The model of a GPU, made once."""
     return CostModel(hardware, own_calibration(hardware), rescales)

@@ -17,6 +17,29 @@ if os.environ.get("CI"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+    parser.addoption(
+        "--at-once", action="store_true", help="tell why a test failed when it fails, not at the end"
+    )
+
+
+class AtOnce:
+    """Tells why a test failed when it fails: the run may be stopped before its end."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.ensure_newline()
+            self.terminal.write_line(report.longreprtext)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin(
+        "terminalreporter"
+    )  # processes of pytest-xdist have none
+    if session.config.getoption("--at-once") and terminal is not None:
+        session.config.pluginmanager.register(AtOnce(terminal))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -157,8 +157,8 @@ def test_no_float8_where_nothing_was_tried(device: str) -> None:
     ("capability", "cuda", "expected"),
     [
         ((9, 0), "12.8", "torchao"),
-        ((9, 0), "12.9", "in_gemm"),
-        ((9, 0), "13.0", "in_gemm"),
+        ((9, 0), "12.9", "by_size"),
+        ((9, 0), "13.0", "by_size"),
         ((10, 0), "12.8", "in_gemm"),
         ((12, 0), "13.0", "in_gemm"),
         ((8, 9), "13.0", "torchao"),

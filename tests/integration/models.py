@@ -201,7 +201,7 @@ def vit_batch(generator: torch.Generator) -> Batch:
 
 
 def _vit_loss(output: Any, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(output.logits.float(), torch.tensor([1, 4, 9]))
+    return F.cross_entropy(output.logits.float(), torch.tensor([1, 4, 9], device=output.logits.device))
 
 
 VIT = Case(vit, vit_batch, _vit_loss, linears=2 * 6 + 1)
