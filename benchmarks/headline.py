@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import common, kernel_times, kernels, linear_sweep, llama_block, train_1b, variants
+from . import common, inference, kernel_times, kernels, linear_sweep, llama_block, train_1b, variants
 from .common import Grid, console, show
 
 Result = Mapping[str, Any]
@@ -36,9 +36,11 @@ class Goal:
     value: Callable[[Result], str | None]
 
 
-def _block(model: str, recipe: str, name: str, over: str) -> Callable[[Result], str | None]:
+def _block(
+    model: str, recipe: str, name: str, over: str, checkpointing: bool = False
+) -> Callable[[Result], str | None]:
     def value(result: Result) -> str | None:
-        case = {"model": model, "recipe": recipe, "checkpointing": False}
+        case = {"model": model, "recipe": recipe, "checkpointing": checkpointing}
         rows = [row for row in result["rows"] if all(row[key] == v for key, v in case.items())]
         speeds = [variants.speedup(row, name, over) for row in rows]
         return show(speeds[0]) if speeds and speeds[0] is not None else None
@@ -80,6 +82,31 @@ def _slower(result: Result) -> str | None:
     return f"{len(result['summary']['auto_slower_than_bf16'])} of {len(result['rows'])}"
 
 
+def _slower_than_torchao(result: Result) -> str | None:
+    """By more than the spread of both."""
+    rows = [row["timings"] for row in result["rows"] if {"f8fx", "torchao"} <= row["timings"].keys()]
+    slower = [times for times in rows if times["f8fx"]["low"] > times["torchao"]["high"]]
+    return f"{len(slower)} of {len(rows)}" if rows else None
+
+
+def _served(phase: str, tokens: int, over: str) -> Callable[[Result], str | None]:
+    """Time of the GPU, without CUDA graphs."""
+
+    def value(result: Result) -> str | None:
+        case = {
+            "model": "llama3_8b",
+            "phase": phase,
+            "tokens": tokens,
+            "recipe": "rowwise",
+            "cuda_graphs": False,
+        }
+        rows = [row for row in result["rows"] if all(row[key] == v for key, v in case.items())]
+        found = variants.speedup(rows[0], "f8fx", over) if rows else None
+        return None if found is None else show(found)
+
+    return value
+
+
 def _gap(recipe: str) -> Callable[[Result], str | None]:
     def value(result: Result) -> str | None:
         found = result["summary"]["gap_over_spread"].get(f"f8fx {recipe}")
@@ -97,43 +124,52 @@ def _tokens(recipe: str) -> Callable[[Result], str | None]:
     return value
 
 
-_BLOCK = llama_block.NAME
+def _speeds(
+    model: str, recipe: str, over_bf16: str = "", over_torchao: str = "", checkpointed: bool = False
+) -> list[Goal]:
+    """A block's speed over bf16 and over torchao, with the goals."""
+    text = f"{_SHORT[model]} block, {recipe}{', checkpointed' if checkpointed else ''}: f8fx over"
+    goals = {"bf16": over_bf16, "torchao": over_torchao}
+    return [
+        Goal(f"{text} {over}", goal, llama_block.NAME, _block(model, recipe, "f8fx", over, checkpointed))
+        for over, goal in goals.items()
+    ]
+
+
+_SHORT = {"llama3_8b": "8B", "llama3_70b": "70B"}
 GOALS = (
-    Goal(
-        "8B block, tensorwise: f8fx over bf16",
-        ">= 1.40",
-        _BLOCK,
-        _block("llama3_8b", "tensorwise", "f8fx", "bf16"),
-    ),
-    Goal(
-        "8B block, tensorwise: f8fx over torchao",
-        ">= 1.10",
-        _BLOCK,
-        _block("llama3_8b", "tensorwise", "f8fx", "torchao"),
-    ),
+    *_speeds("llama3_8b", "tensorwise", ">= 1.40", ">= 1.10"),
     Goal(
         "8B block, tensorwise: memory at the peak of a step, f8fx over torchao",
         "",
-        _BLOCK,
+        llama_block.NAME,
         _peak("llama3_8b", "tensorwise", "torchao"),
     ),
-    Goal("8B block, rowwise: f8fx over bf16", "", _BLOCK, _block("llama3_8b", "rowwise", "f8fx", "bf16")),
-    Goal(
-        "8B block, rowwise: f8fx over torchao",
-        ">= 1.25",
-        _BLOCK,
-        _block("llama3_8b", "rowwise", "f8fx", "torchao"),
-    ),
-    Goal(
-        "70B block, tensorwise: f8fx over bf16",
-        ">= 1.50",
-        _BLOCK,
-        _block("llama3_70b", "tensorwise", "f8fx", "bf16"),
+    *_speeds("llama3_8b", "tensorwise", checkpointed=True),
+    *_speeds("llama3_8b", "rowwise", "", ">= 1.25"),
+    *_speeds("llama3_8b", "rowwise_with_gw_hp"),
+    *_speeds("llama3_70b", "tensorwise", ">= 1.50"),
+    *_speeds("llama3_70b", "rowwise"),
+    *(
+        Goal(
+            f"8B block, rowwise, no gradients, {phase} {tokens}: f8fx over {over}",
+            "",
+            inference.NAME,
+            _served(phase, tokens, over),
+        )
+        for phase, tokens in (("prefill", 8192), ("decode", 1), ("decode", 16), ("decode", 128))
+        for over in ("bf16", "torchao")
     ),
     Goal("8B block, tensorwise: kernels over their floor", "<= 1.10", kernel_times.NAME, _floor),
     Goal("cast, share of copy bandwidth", ">= 90 %", kernels.NAME, _share("cast")),
     Goal("cast + transpose, share of copy bandwidth", ">= 80 %", kernels.NAME, _share("cast + transpose")),
     Goal('linear layers where `select="auto"` is slower than bf16', "none", linear_sweep.NAME, _slower),
+    Goal(
+        "linear layers where f8fx is slower than torchao, beyond noise",
+        "none",
+        linear_sweep.NAME,
+        _slower_than_torchao,
+    ),
     Goal(
         "1 B parameters, tensorwise: loss gap over the spread of seeds", "", train_1b.NAME, _gap("tensorwise")
     ),

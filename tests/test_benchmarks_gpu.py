@@ -328,7 +328,21 @@ def _results(folder: Path) -> None:
         "memory": {"torchao": {"peak": 10}, "f8fx": {"peak": 12}},
     }
     training = _runs()
+    served = {
+        "model": "llama3_8b",
+        "recipe": "rowwise",
+        "phase": "decode",
+        "tokens": 16,
+        "cuda_graphs": False,
+    }
+    served["ms"] = {"bf16": 3, "torchao": 2, "f8fx": 2}
+    times = [{"low": ms - 0.1, "high": ms + 0.1} for ms in (2.0, 2.15, 2.25)]
+    layers = [{"timings": {"torchao": times[0], "f8fx": each}} for each in times]
+    sweep = {"auto_slower_than_bf16": []}
     for day, name, rows, summary in (
+        ("2026-01-01", "inference", [served], {}),
+        ("2026-01-01", "linear_sweep", [*layers, {"timings": {}}], sweep),
+        ("2026-01-03", "llama_block", [{**block, "checkpointing": True}], {}),
         ("2026-01-01", "llama_block", [block], {}),
         ("2026-01-01", "train_1b", training, train_1b.summary(training)),
         ("2026-01-02", "llama_block", [{**block, "ms": {"bf16": 15, "f8fx": 10}}], {}),
@@ -345,6 +359,11 @@ def test_the_headline_holds_what_results_hold_and_nothing_else(tmp_path, capsys)
     assert "| 8B block, tensorwise: f8fx over bf16 | >= 1.40 | 1.50 | 2026-01-02, " in page
     assert "| 8B block, tensorwise: f8fx over torchao | >= 1.10 | not measured | - |" in page
     assert "f8fx over torchao | - | 1.20 | 2026-01-02" in page
+    assert "| 8B block, tensorwise, checkpointed: f8fx over bf16 | - | 1.40 | 2026-01-03, " in page
+    assert "no gradients, decode 16: f8fx over bf16 | - | 1.50 | 2026-01-01, " in page
+    assert "no gradients, decode 1: f8fx over bf16 | - | not measured | - |" in page
+    assert '`select="auto"` is slower than bf16 | none | 0 of 4 | 2026-01-01, ' in page
+    assert "slower than torchao, beyond noise | none | 1 of 3 | 2026-01-01, " in page
     assert "| 0.25 (100 steps) | 2026-01-01" in page
 
 

@@ -612,10 +612,11 @@ def test_decisions_are_by_what_was_measured_of_f8fx() -> None:
     assert other == {*columns, "margin"}
 
 
-def test_predictions_are_near_what_was_measured() -> None:
-    """The committed results of an H100, by which the constants were chosen; f8fx ran with scales in the gemm."""
+@pytest.mark.parametrize(("day", "points"), [("2026-11-26", 13), ("2026-11-27", 11)])
+def test_predictions_are_near_what_was_measured(day: str, points: int) -> None:
+    """The committed results of an H100; by those of the 26th the constants were chosen. f8fx ran with scales in the gemm."""
     folder = Path(__file__).parents[1] / "benchmarks" / "results"
-    rows = json.loads((folder / "2026-11-26-nvidia-h100-80gb-hbm3-linear_sweep.json").read_text())["rows"]
+    rows = json.loads((folder / f"{day}-nvidia-h100-80gb-hbm3-linear_sweep.json").read_text())["rows"]
     model = cost_model(hardware.find("h100"), rescales=None)
     errors = []
     for row in rows:
@@ -623,4 +624,4 @@ def test_predictions_are_near_what_was_measured() -> None:
             sizes, recipe = (row["m"], row["k"], row["n"]), Recipe.named(row["recipe"])
             measured = row["ms"]["bf16"] / row["ms"]["f8fx"]
             errors.append(abs(_with_norm_and_sigmoid(*sizes, recipe, model) - measured))
-    assert len(errors) == 13 and sum(errors) / len(errors) < 0.05
+    assert len(errors) == points and sum(errors) / len(errors) < 0.05
