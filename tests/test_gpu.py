@@ -453,6 +453,7 @@ def test_experts_whose_rows_are_chosen_at_run_time():
             exact = outcome(reference, reference, x.detach().cpu().requires_grad_(), mask.cpu(), counts.cpu())
             found, wanted = outcome(model, call, x, mask, counts), outcome(model, fixed, x)
             for true, want, value in zip(exact, wanted, found, strict=True):
-                # kernels differ, and so does what is rounded in them: the two are as far from each other as from bf16
+                # kernels differ, and so does what is rounded in them: 26 to 40 dB, emulated, of 12 random inputs, by which
+                # one is up to 1.8 dB nearer to bf16 than the other; rows of a wrong expert would leave some 6 dB
                 known, quality = sqnr(true, want.cpu()), sqnr(true, value.cpu())
-                assert quality > known - 1, (counts, known, quality, sqnr(want, value))
+                assert quality > known - 4, (counts, known, quality, sqnr(want, value))
