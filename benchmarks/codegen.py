@@ -371,7 +371,8 @@ def _on_cuda(half: fx.GraphModule) -> tuple[fx.GraphModule, list[Any], Any]:
             node.kwargs = {**node.kwargs, "device": cuda}
     half.recompile()
     values = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
-    dynamic = any(isinstance(size, torch.SymInt) for v in values for size in getattr(v, "shape", (v,)))
+    computed = [node.meta["val"] for node in half.graph.nodes if "val" in node.meta]  # of sizes no input has
+    dynamic = any(isinstance(size, torch.SymInt) for v in computed for size in getattr(v, "shape", (v,)))
     mode = detect_fake_mode(values) if dynamic else fake_tensor_mode(allow_non_fake_inputs=True)
     with mode:
         inputs = [

@@ -74,6 +74,9 @@ def h100() -> Iterator[None]:
         replace(fake_tensor, "init_gpu_context", lambda device=None: None)
         # what the gradient of a slice becomes asks for one; autograd's guard of devices has none to switch to
         replace(fake_tensor.FakeTensor, "copy_", lambda tensor, *_, **__: tensor, create=True)
+        # asked of a mask that chooses rows; as a method it looks for a device
+        nonzero = torch.ops.aten.nonzero.default
+        replace(fake_tensor.FakeTensor, "nonzero", lambda tensor: nonzero(tensor), create=True)
         replace(torch.cuda, "device", lambda device: contextlib.nullcontext())
         replace(torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext())
         replace(CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90))

@@ -5,7 +5,7 @@ each of the tuning candidates, what is a constant. Kernels run under Triton's in
 
 * memory comes with a margin on both sides and is full of NaN before it is written to, so what reads or writes
   beyond a tensor, or reads what nothing has written, shows;
-* ``_scaled_mm`` is its definition, and takes what the CUDA operator takes (``aten/src/ATen/native/cuda/ScaledBlas.cpp``) and
+* ``_scaled_mm`` (and its grouped form) is its definition, and takes what the CUDA operator takes (``aten/src/ATen/native/cuda/ScaledBlas.cpp``) and
   cuBLASLt accepts on an H100 (sizes, layouts, scales, alignment), and nothing else.
 
 Private interfaces of torch 2.11, 2.13 and 2.15, for tests only, as in :mod:`benchmarks.codegen`.
@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from f8fx.kernels.grouped import grouped_mm
 from tests.interpreter import as_on_gpus, generated_code
 
 #: Bytes on each side of a tensor; what launchers take for aligned stays so.
@@ -160,6 +161,27 @@ def scaled_mm(
     return out.copy_(result)
 
 
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """``torch._scaled_grouped_mm`` of rows by the matrices of their experts, with what CUDA checks."""
+    (m, k), (experts, inner, n) = a.shape, b.shape
+    assert k == inner and k % 16 == 0 and n % 16 == 0, (a.shape, b.shape)
+    assert a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
+    assert a.stride(1) == 1 and b.stride(1) == 1, (a.stride(), b.stride())
+    assert a.data_ptr() % 16 == b.data_ptr() % 16 == a.stride(0) % 16 == b.stride(2) % 16 == 0
+    for scale, shape in ((scale_a, (m,)), (scale_b, (experts, n))):
+        assert scale.dtype == torch.float32 and scale.shape == shape and scale.is_contiguous()
+    assert offsets.dtype == torch.int32 and offsets.shape == (experts,)
+    return grouped_mm(a, b, scale_a, scale_b, offsets, out_dtype)
+
+
 @contextlib.contextmanager
 def stand_in_gpu(candidate: int) -> Iterator[None]:
     """Everything that generated code asks a GPU for."""
@@ -191,6 +213,7 @@ def stand_in_gpu(candidate: int) -> Iterator[None]:
             (torch.cuda, "set_device", lambda device: None),
             (torch._C._dynamo.guards, "_empty_strided_cuda", guarded),
             (extern_kernels, "_scaled_mm", scaled_mm),
+            (extern_kernels, "_scaled_grouped_mm", scaled_grouped_mm),
             (heuristics, "ASTSource", source),
             (heuristics.triton, "compile", Binary),
             (heuristics, "get_constexprs", constexprs),

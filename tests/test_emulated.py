@@ -23,12 +23,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from f8fx import canary, canary_cases
 from f8fx.demo.model import DecoderBlock, DecoderConfig
+from f8fx.kernels.grouped import grouped_mm
 from f8fx.passes import amaxes
 from f8fx.recipe import PRESETS
 from tests.emulated import Case, multiplied
 from tests.helpers import Block, bf16, sqnr
 from tests.long import with_long
 from tests.random_nets import random_case
+from tests.test_unbacked import Chosen, ChosenExperts
 
 pytest.importorskip("triton")
 codegen = pytest.importorskip("benchmarks.codegen")
@@ -148,6 +150,9 @@ class Definitions(fx.Interpreter):
     def call_function(self, target, args, kwargs):
         if target is torch.ops.aten._scaled_mm.default:
             return multiplied(*args, **kwargs)
+        if target is torch.ops.aten._scaled_grouped_mm.default:
+            *operands, _, _, dtype, _ = args
+            return grouped_mm(*operands, dtype)
         return super().call_function(target, args, kwargs)
 
 
@@ -156,26 +161,40 @@ def as_it_lies(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
 
 
-def halves(model, *inputs, precise, **options):
+def halves(model, *inputs, precise, rows=None, **options):
     """Generated code of forward and backward with inputs, as a :class:`Case`, and what they should return.
 
     Under ``torch.no_grad`` of the one graph of inference.
+
+    Args:
+        inputs: of the model. The graphs are given random numbers instead, but where dtypes are not floating.
+        rows: the number that sizes known only at run time have.
     """
+    known = {x.dtype: x for x in inputs if not x.dtype.is_floating_point}
+    inputs = [x.to(inputs[0].device) for x in inputs]
     graphs, _ = codegen.halves(model, *inputs, **options)
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cpu")}  # what is defined is run there
+        graph.recompile()
     generator = torch.Generator().manual_seed(0)
-    known, expected = {}, []
+    expected = []
 
     def value(node):
         fake = node.meta["val"]
-        if node.name in known:
-            return known[node.name]
-        drawn = torch.randn(fake.shape, generator=generator) / 2
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(drawn)
+        for key in (node.name, getattr(fake, "dtype", None)):
+            if key in known:
+                return known[key]
+        shape = [size if isinstance(size, int) else rows for size in fake.shape]
+        drawn = torch.randn(shape, generator=generator) / 2
+        return torch.empty_strided(shape, fake.stride(), dtype=fake.dtype).copy_(drawn)
 
     for graph in graphs:
         values = [value(node) for node in graph.graph.find_nodes(op="placeholder")]
         with torch.no_grad():
-            results = Definitions(graph).run(*(as_it_lies(x) for x in values))
+            copies = (as_it_lies(x) if isinstance(x, Tensor) else x for x in values)
+            results = Definitions(graph).run(*copies)
         (output,) = graph.graph.find_nodes(op="output")
         known |= {n.name: x for n, x in zip(output.args[0], results, strict=True) if isinstance(n, fx.Node)}
         expected.append((values, results))
@@ -234,6 +253,34 @@ def test_generated_code_computes_the_definitions(recipe, tmp_path, monkeypatch):
                 assert differing(a, b) <= 0.002, (name, index, tuple(b.shape), differing(a, b))
             elif b.dim() in (1, 2) and b.dtype == bf16:
                 assert torch.equal(a, b) or sqnr(b, a) > 25, (name, index, tuple(b.shape), sqnr(b, a))
+
+
+@pytest.mark.parametrize(
+    "rows", [[1, 2, 3, 7], pytest.param([16, 0, 20, 12], marks=pytest.mark.long)], ids=sum
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
+def test_rows_whose_number_is_known_only_at_run_time(recipe, rows, tmp_path):
+    torch.manual_seed(0)
+    mask, counts = torch.arange(64) < sum(rows), torch.tensor(rows)
+    x = torch.randn(64, 32, dtype=bf16, device="meta", requires_grad=True)
+    model = ChosenExperts().to(bf16) if recipe == "rowwise" else Chosen()
+    inputs = (x, mask, counts) if recipe == "rowwise" else (x, mask)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True),
+    ):
+        found = halves(
+            model.to("meta"), *inputs, precise=True, rows=sum(rows), recipe=recipe, experts="convert"
+        )
+    gemm = "_scaled_grouped_mm" if recipe == "rowwise" else "_scaled_mm"
+    assert all(f"extern_kernels.{gemm}(" in case.code for case, _ in found)
+    for results, (_, want) in zip(run([case for case, _ in found], tmp_path), found, strict=True):
+        assert isinstance(results, list), results
+        for index, (a, b) in enumerate(zip(results, want, strict=True)):
+            if isinstance(b, Tensor):
+                assert differing(a, b) <= 0.002, (index, tuple(b.shape), differing(a, b))
+            else:
+                assert a == b
 
 
 def test_a_power_of_a_number_is_as_large_as_the_exponent(tmp_path):
