@@ -192,6 +192,10 @@ class Float8Shard(torch.Tensor):
         self.plain = (value.plain if isinstance(value, Float8Shard) else value).detach()
         self.changes[0] += 1
 
+    def data_ptr(self) -> int:
+        """Of the elements: by it tools tell parameters apart (accelerate, whose optimizers are older than the shards)."""
+        return self.plain.data_ptr()
+
     def numpy(self, **kwargs: Any) -> Any:
         return self.plain.numpy(**kwargs)
 

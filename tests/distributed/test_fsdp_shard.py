@@ -106,6 +106,18 @@ def test_to_send_is_to_read(shard, two_ranks):
     assert shard.version() == before
 
 
+def test_addresses_are_those_of_the_elements():
+    """By them tools tell parameters apart, and find those that are tied."""
+    model = Block()
+    before = [p.data_ptr() for p in model.parameters()]
+    enable_float8_all_gather(model)
+    parameters = list(model.parameters())
+    assert sum(isinstance(p, Float8Shard) for p in parameters) > 1
+    assert [p.data_ptr() for p in parameters] == before and len(set(before)) == len(before)
+    weight = model.gate.weight
+    assert weight.detach()[1:].data_ptr() == weight.data_ptr() + weight.stride(0) * weight.itemsize
+
+
 def test_a_pickled_model_has_parameters():
     model = Block()
     model.up.weight.requires_grad_(False)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from f8fx.fsdp import enable_float8_all_gather
 from f8fx.torch_private import storage_key
 from tests.distributed.harness import run_checks
 from tests.distributed.models import (
@@ -71,6 +72,28 @@ def state_dict_is_plain():
         for index in (0, 1):
             a, b = ({name: local(t) for name, t in states[index].items()} for states in made)
             assert pickled(a) == pickled(b)
+
+
+def optimizer_made_before_sharding():
+    """Gets the shards of the weights it had, which it finds by their addresses: accelerate's FSDP2."""
+    for recipe in ("tensorwise", "rowwise"):
+        made = []
+        for float8 in (False, True):
+            torch.manual_seed(0)
+            model = Net().to(bf16)
+            if float8:
+                enable_float8_all_gather(model, recipe, filter_fqns=["head"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            group = optimizer.param_groups[0]
+            addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+            asked = [p.data_ptr() for p in group["params"]]
+            Setup(recipe, world_mesh()).apply(model)
+            sharded = {addresses[name]: p for name, p in model.named_parameters()}
+            group["params"] = [sharded[address] for address in asked]
+            assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters()}
+            assert len({local(p).data_ptr() for p in model.parameters()}) == len(asked)
+            made.append(train(model, 2, optimizer))
+        assert_same(*made, recipe)
 
 
 def state_dict_before_sharding_is_plain():
@@ -222,6 +245,7 @@ def test_two_ranks():
         [
             state_dict_is_plain,
             state_dict_before_sharding_is_plain,
+            optimizer_made_before_sharding,
             state_dict_shares_memory,
             loaded_weights_are_gathered,
             meta_device,
