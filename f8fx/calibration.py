@@ -84,8 +84,8 @@ def own_calibration(hardware: Hardware) -> Calibration:
     7 and 9 % off on average (those of :class:`Calibration`: 11 and 13 %; cuBLAS's bfloat16 gemms have come nearer to
     their peak), copies on both, and 13 linear layers on the H100, of whose speedups they are 0.04 off: of what was near, those by
     which "auto" decides as it did there, where it was slower than bfloat16 nowhere. The two of large exact rowwise gemms are an
-    H100's alone: there those with operands of 470 MB and more took 1.19 to 1.81 times as long as tensorwise ones, smaller ones 1.09 at
-    most; on the H200 all of them 1.04 at most.
+    H100's alone: there those with operands of 470 MB and more took 1.19 to 1.81 times as long as tensorwise ones, those of 75 to 360 MB
+    1.00 to 1.09; on the H200 all of these 0.98 to 1.04.
     Elsewhere :func:`default_calibration`, but for the rowwise casts: its constants are of kernels that store transposed
     copies element by element, and f8fx's are tiled. The margin is what the model was off by on average in the table it was
     first fitted to.

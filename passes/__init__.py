@@ -56,7 +56,7 @@ from .materialize import Materialize
 from .merge import Merge
 from .one_read import OneRead
 from .parameters import constants as constant_parameters
-from .quantize import DeviceScales, Quantize, RowwiseScales
+from .quantize import DeviceScales, Quantize
 from .reuse import Reuse, WeightInputs
 from .rowwise import ScalesOf, best_rowwise_scales, rowwise_scales_on
 from .select import FilterError, Policy, Select
@@ -78,7 +78,6 @@ __all__ = [
     "Policy",
     "Quantize",
     "Reuse",
-    "RowwiseScales",
     "Select",
     "Share",
     "Tags",
