@@ -7,7 +7,7 @@ writes all of it. A gemm adds the bias to its float32 accumulator for nothing, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -43,16 +43,15 @@ def biases_in_gemms(
     ]
 
 
-def settled(members: Sequence[Convert], order: Mapping[fx.Node, int]) -> list[Convert]:
+def settled(members: Sequence[Convert]) -> list[Convert]:
     """Layers that may become one gemm, which adds the biases of all that have one, or of none.
 
     Args:
         members: in graph order.
-        order: position of every node of the graph.
     """
-    place = order[members[0].gemm.node]
+    first = members[0].gemm.node
     biased = [member for member in members if member.gemm.node.target is aten.addmm.default]
-    if all(member.adds_bias and order[_source(member)] < place for member in biased):
+    if all(member.adds_bias and _source(member) < first for member in biased):
         return [*members]
     return [replace(member, adds_bias=False) for member in members]
 
@@ -66,9 +65,7 @@ def _source(conversion: Convert) -> fx.Node:
     return source
 
 
-def side_by_side(
-    members: Sequence[Convert], order: Mapping[fx.Node, int], insert: Inserter
-) -> fx.Node | None:
+def side_by_side(members: Sequence[Convert], insert: Inserter) -> fx.Node | None:
     """What the gemm that layers have become adds, zeros for those without a bias; ``None`` where it adds nothing.
 
     Args:
@@ -77,14 +74,14 @@ def side_by_side(
     """
     if not any(member.adds_bias for member in members):
         return None
-    place = order[members[0].gemm.node]
+    first = members[0].gemm.node
     biases = []
     for gemm in (member.gemm for member in members):
         bias = gemm.node.args[0]
         assert isinstance(bias, fx.Node)
         if gemm.node.target is not aten.addmm.default:
             bias = insert(aten.full.default, [gemm.n], 0, dtype=gemm.dtype, device=gemm.device)
-        elif order[bias] >= place:
+        elif not bias < first:
             assert not isinstance(bias.target, str)
             bias = insert(bias.target, *bias.args, **bias.kwargs)
         biases.append(bias)

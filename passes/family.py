@@ -117,14 +117,12 @@ Ways = Callable[[Members, bool], Sequence[Sequence[Members]]]
 
 def families(
     choices: Sequence[Choice],
-    order: dict[fx.Node, int],
     backward: Set[fx.Node],
     ways: Ways,
 ) -> list[Family | Apart]:
     """What becomes of all layers that read one input, of those at least that are converted.
 
     Args:
-        order: position of every node of the graph.
         backward: the nodes of the backward.
     """
     groups: dict[_Likeness, list[Convert]] = defaultdict(list)
@@ -146,14 +144,14 @@ def families(
     found: list[Family | Apart] = []
     summed: set[fx.Node] = set()
     for group in groups.values():
-        members = _distinct_weights(group, order)
+        members = _distinct_weights(group)
         if len(members) < 2:
             continue
-        members = settled(members, order)
+        members = settled(members)
         trains = any(gradients.get((member.gemm.node, role)) for member in members for role in _GRADIENTS)
         outcome: list[Family | Apart] = []
         for way in (*ways(members, trains), [members]):  # as one last, for the reason if there is no way
-            made = [_family(part, gradients, kept, order, backward) for part in way if len(part) > 1]
+            made = [_family(part, gradients, kept, backward) for part in way if len(part) > 1]
             outcome = _apart_where_sums_overlap(made, summed)
             if all(isinstance(each, Family) for each in outcome):
                 outcome += [
@@ -241,20 +239,18 @@ def _why_alone(
     )
 
 
-def _distinct_weights(group: list[Convert], order: dict[fx.Node, int]) -> list[Convert]:
+def _distinct_weights(group: list[Convert]) -> list[Convert]:
     """Members with weights of their own that are known before the first of the matmuls."""
-    first = order[group[0].gemm.node]
+    first = group[0].gemm.node
     members: dict[fx.Node, Convert] = {}
     for conversion in group:
         weight = conversion.gemm.right.node
-        if order[weight] < first:
+        if weight < first:
             members.setdefault(weight, conversion)
     return list(members.values())
 
 
-def _family(
-    members: Members, gradients: Gradients, kept: Kept, order: dict[fx.Node, int], backward: Set[fx.Node]
-) -> Family | Apart:
+def _family(members: Members, gradients: Gradients, kept: Kept, backward: Set[fx.Node]) -> Family | Apart:
     roles: dict[Role, tuple[Convert, ...]] = {"output": tuple(members)}
     for role in _GRADIENTS:
         found = [gradients.get((conversion.gemm.node, role), ()) for conversion in members]
@@ -285,7 +281,7 @@ def _family(
         if grads and [grad.node for grad in grads] != [grad.node for grad in own]:
             return _apart(members, "grad_input and grad_weight read different gradients")
         grads = own
-        if not _can_wait(gemms(roles["grad_weight"]), order):
+        if not _can_wait(gemms(roles["grad_weight"])):
             return _apart(members, "one weight gradient depends on another")
     if grads and len({grad.node for grad in grads}) != len(grads):
         # the gradients are one tensor already
@@ -294,18 +290,16 @@ def _family(
         formats = {(c.left_dtype, c.right_dtype, c.pad_k, c.gemm.dtype) for c in conversions}
         if len(formats) != 1:
             return _apart(members, f"{role} is converted differently")
-    return Family(roles, grads, total, _kept(members, kept, grads, order), copied_out(members, backward))
+    return Family(roles, grads, total, _kept(members, kept, grads), copied_out(members, backward))
 
 
-def _kept(
-    members: Sequence[Convert], kept: Kept, grads: Sequence[Operand], order: dict[fx.Node, int]
-) -> tuple[Gemm, ...]:
+def _kept(members: Sequence[Convert], kept: Kept, grads: Sequence[Operand]) -> tuple[Gemm, ...]:
     """The high-precision ``grad_weight`` of all layers, if one gemm can compute them; else none."""
     found = [kept.get(conversion.gemm.node, ()) for conversion in members]
     if not grads or any(len(gemms) != 1 for gemms in found):
         return ()
     matmuls = tuple(own[0] for own in found)
-    fits = _are_plain(matmuls, members[0].gemm.left.node) and _can_wait(matmuls, order)
+    fits = _are_plain(matmuls, members[0].gemm.left.node) and _can_wait(matmuls)
     return matmuls if fits and [gemm.left.node for gemm in matmuls] == [grad.node for grad in grads] else ()
 
 
@@ -344,23 +338,20 @@ def _differentiates(grad: Gemm, output: Gemm) -> bool:
     )
 
 
-def _can_wait(members: Sequence[Gemm], order: dict[fx.Node, int]) -> bool:
+def _can_wait(members: Sequence[Gemm]) -> bool:
     """Whether nothing that the last of the matmuls needs depends on an earlier one."""
     nodes = {gemm.node for gemm in members}
-    last = max(order[node] for node in nodes)
-    dependent = set(nodes)
-    for node in users_between(nodes, order, last):
-        dependent.add(node)
+    dependent = nodes.union(users_between(nodes, max(nodes)))
     return not any(source in dependent for node in nodes for source in node.all_input_nodes)
 
 
-def users_between(nodes: set[fx.Node], order: dict[fx.Node, int], last: int) -> list[fx.Node]:
-    """Everything that depends on the nodes and stands before position `last`, in graph order."""
+def users_between(nodes: set[fx.Node], last: fx.Node) -> list[fx.Node]:
+    """Everything that depends on the nodes and stands before the node `last`, in graph order."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
         for user in todo.pop().users:
-            if user not in found and user not in nodes and order[user] < last:
+            if user not in found and user not in nodes and user < last:
                 found.add(user)
                 todo.append(user)
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)

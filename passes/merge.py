@@ -91,26 +91,24 @@ class Merge:
 
     def __call__(self, graph: fx.Graph, choices: Sequence[Choice]) -> Merged:
         """Merges what can be and pays; skips among the choices only explain why others are not merged."""
-        order = {node: index for index, node in enumerate(graph.nodes)}
-        outcomes = [self._outcome(found) for found in self._families(graph, choices, order)]
+        outcomes = [self._outcome(found) for found in self._families(graph, choices)]
         conversions = [choice for choice in choices if isinstance(choice, Convert)]
         paying = [outcome.family for outcome in outcomes if isinstance(outcome, Paying)]
+        in_order = sorted(outcomes, key=_first)  # now: rewriting erases nodes
         return Merged(
-            self._rewritten(graph, conversions, paying, order) if paying else conversions,
+            self._rewritten(graph, conversions, paying) if paying else conversions,
             noted(choices, outcomes),
-            [merge_decision(outcome) for outcome in sorted(outcomes, key=lambda each: order[_first(each)])],
+            [merge_decision(outcome) for outcome in in_order],
         )
 
-    def _families(
-        self, graph: fx.Graph, choices: Sequence[Choice], order: dict[fx.Node, int]
-    ) -> list[Family | Apart]:
+    def _families(self, graph: fx.Graph, choices: Sequence[Choice]) -> list[Family | Apart]:
         backward = {node for node in backward_nodes(graph) if node.op != "output"}
 
         def ways(members: Members, trains: bool) -> Sequence[Sequence[Members]]:
             model = self.model_of(members[0].gemm.device)
             return partitions(members, backward, trains, model) if self.mode == "auto" else [[members]]
 
-        return families(choices, order, backward, ways)
+        return families(choices, backward, ways)
 
     def _outcome(self, found: Family | Apart) -> Paying | Apart:
         if isinstance(found, Apart):
@@ -124,13 +122,12 @@ class Merge:
         graph: fx.Graph,
         conversions: Sequence[Convert],
         found: Sequence[Family],
-        order: dict[fx.Node, int],
     ) -> list[Convert]:
         merged: dict[fx.Node, Convert] = {}
         gone: dict[fx.Node, None] = {}
         replaced: dict[fx.Node, fx.Node] = {}
         for family in found:
-            for new, old in _Rewrite(graph, family, order, replaced).run():
+            for new, old in _Rewrite(graph, family, replaced).run():
                 if new is not None:
                     merged[old[0].node] = new
                 gone.update(dict.fromkeys(gemm.node for gemm in old))
@@ -160,12 +157,10 @@ class _Rewrite:
         self,
         graph: fx.Graph,
         family: Family,
-        order: dict[fx.Node, int],
         replaced: dict[fx.Node, fx.Node],
     ) -> None:
         self.graph = graph
         self.family = family
-        self.order = order
         self.replaced = replaced
 
     def run(self) -> list[tuple[Convert | None, tuple[Gemm, ...]]]:
@@ -196,7 +191,7 @@ class _Rewrite:
         weight = insert(ops.concat, [self._now(c.gemm.right.node) for c in members], 0 if transposed else 1)
         right = _as_operand(insert, weight, transposed, first.dtype)
         left = first.node.args[1 if first.node.target is aten.addmm.default else 0]
-        bias = side_by_side(members, self.order, insert)
+        bias = side_by_side(members, insert)
         if bias is None:
             product = insert(aten.mm.default, left, right)
         else:
@@ -230,7 +225,7 @@ class _Rewrite:
         members = self.family.members
         merged = [gemms(conversions) for role, conversions in members.items() if role != "output"]
         lasts = [self._last(each) for each in (*merged, self.family.kept) if each]
-        insert = self._before(min(lasts, key=lambda gemm: self.order[gemm.node]))
+        insert = self._before(min(lasts, key=lambda gemm: gemm.node))
         parts = []
         for grad in self.family.grads:
             node = self._now(grad.node)
@@ -272,7 +267,7 @@ class _Rewrite:
         """``concat(dw_i) = concat(dy_i).T @ x``, after the last of the gradients."""
         nodes = {gemm.node for gemm in members}
         last = self._last(members)
-        waiting = users_between(nodes, self.order, self.order[last.node])
+        waiting = users_between(nodes, last.node)
         insert = self._before(last)
         transposed = insert(aten.permute.default, grad, [1, 0])
         product = insert(aten.mm.default, transposed, last.node.args[1])
@@ -292,7 +287,7 @@ class _Rewrite:
         return replace(members[0], node=product, fqn=_names(members), m=end, left=left, layer=layer)
 
     def _last(self, members: Sequence[Gemm]) -> Gemm:
-        return max(members, key=lambda gemm: self.order[gemm.node])
+        return max(members, key=lambda gemm: gemm.node)
 
     def _now(self, node: fx.Node) -> fx.Node:
         return current(node, self.replaced)

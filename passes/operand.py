@@ -124,9 +124,16 @@ def readers_of_memory(
         until: views that count as readers.
     """
     found: set[fx.Node] = set()
-    for user in node.users:
-        is_passed = user.target in through or (user.target not in until and is_view(user))
-        found |= readers_of_memory(user, through, until) if is_passed else {user}
+    passed = {node}
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target in through or (user.target not in until and is_view(user)):
+                if user not in passed:
+                    passed.add(user)
+                    todo.append(user)
+            else:
+                found.add(user)
     return found
 
 

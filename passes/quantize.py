@@ -109,7 +109,7 @@ class _GemmRewrite:
         self.spec = conversion.spec
         self.recipe = recipe
         self.insert = insert
-        self.rowwise_scales = rowwise_scales
+        self.is_scaled_after = is_scaled_after(conversion, rowwise_scales)
 
     def run(self) -> fx.Node:
         if self.gemm.experts:
@@ -125,7 +125,7 @@ class _GemmRewrite:
             align=(_align(conversion.pad_n), _align(conversion.pad_k)),
         )
         product = self._scaled_mm(left, insert(aten.permute.default, right, [1, 0]), left_scale, right_scale)
-        if gemm.node.target is aten.addmm.default and not conversion.adds_bias:
+        if gemm.node.target is aten.addmm.default and not self._adds_bias:
             product = self._add_bias(product)
         if len(shape_of(gemm.node)) == 3:
             product = insert(aten.unsqueeze.default, product, 0)
@@ -193,11 +193,16 @@ class _GemmRewrite:
 
     # -- the gemm
 
+    @property
+    def _adds_bias(self) -> bool:
+        """Whether the gemm adds the bias: not before its scales, which a merged one may get where its parts would not."""
+        return self.conversion.adds_bias and not self.is_scaled_after
+
     def _scaled_mm(self, left: fx.Node, right: fx.Node, left_scale: fx.Node, right_scale: fx.Node) -> fx.Node:
         """The product in the dtype of the matmul it replaces, padding sliced off."""
         insert, spec, wanted = self.insert, self.spec, self.gemm.dtype
-        after = is_scaled_after(self.conversion, self.rowwise_scales)
-        bias = self.gemm.node.args[0] if self.conversion.adds_bias else None
+        after = self.is_scaled_after
+        bias = self.gemm.node.args[0] if self._adds_bias else None
         computed = wanted
         if spec.is_rowwise and wanted != torch.bfloat16:
             computed = torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ def takes_any_strides(target: Any) -> bool:
 
     PyTorch's own are, and f8fx's. A custom one may be given memory and sizes alone, which its fake implementation does not tell.
     """
+    if target is operator.getitem:
+        return True  # of several results
     if not is_operator(target):
         return False
     return is_of_torch(target) or target.namespace == "f8fx" or torch.Tag.flexible_layout in target.tags
@@ -68,7 +71,12 @@ def _read_copy(user: fx.Node, node: fx.Node) -> None:
 
 
 def _layout(node: fx.Node) -> object:
-    value = node.meta.get("val")
+    return _layout_of(node.meta.get("val"))
+
+
+def _layout_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype
+    if isinstance(value, tuple | list):  # the parts of a split
+        return tuple(map(_layout_of, value))
     return None if value is None else type(value)

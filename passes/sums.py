@@ -40,16 +40,14 @@ def sum_of(gradients: Sequence[fx.Node]) -> Sum | None:
     root = common[0]
     inside = {node for chain in chains for node in chain[: chain.index(root) + 1]}
     others: list[fx.Node] = []
-
-    def collect(node: fx.Node) -> None:
-        for summand in node.args[:2]:
-            assert isinstance(summand, fx.Node)
-            if summand in inside:
-                collect(summand)
-            elif summand not in summands:
-                others.append(summand)
-
-    collect(root)
+    known = set(summands)
+    todo = [root]  # depth first, from left to right, however many there are
+    while todo:
+        node = todo.pop()
+        if node in inside:
+            todo += [summand for summand in reversed(node.args[:2]) if isinstance(summand, fx.Node)]
+        elif node not in known:
+            others.append(node)
     return Sum(root, tuple(others), summands[0], frozenset(inside))
 
 

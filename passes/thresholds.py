@@ -10,13 +10,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from f8fx.cost import MAX_M, CostModel
 from f8fx.plan import PlannedGemm, plan
 
 from .choice import ALIGNMENT, Convert
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Matmuls that are planned together; groups of one kind are planned alike."""
+
+    kind: int
+    members: Sequence[int]
 
 
 class Thresholds:
@@ -40,6 +48,7 @@ class Thresholds:
         self.gemms, self.choices = gemms, choices
         self.planned = planned
         self.known: dict[Hashable, int | None] = {}
+        self.verdicts: dict[Hashable, dict[int, bool]] = {}
 
     def rows(self, index: int, traced: int, pays: bool) -> int | None:
         """The smallest number of rows, a multiple of 16, from which a matmul is converted; ``None``: at none.
@@ -48,20 +57,36 @@ class Thresholds:
             traced: the number of rows it was traced with.
             pays: what was decided for that number.
         """
-        group = self._groups[index]
-        key = (traced, pays, group.index(index), _likeness([self.gemms[i] for i in group]))
+        group, place = self._groups[index]
+        key = (traced, pays, place, group.kind)
         if key not in self.known:
-            self.known[key] = self._search(group, group.index(index), max(traced, 1), pays)
+            self.known[key] = self._search(group, place, max(traced, 1), pays)
         return self.known[key]
 
     @cached_property
-    def _groups(self) -> dict[int, list[int]]:
-        return {index: group for group in _groups(self.gemms) for index in group}
+    def _groups(self) -> dict[int, tuple[_Group, int]]:
+        """For each matmul its group, and its place there."""
+        kinds: dict[Hashable, int] = {}
+        found: dict[int, tuple[_Group, int]] = {}
+        for members in _groups(self.gemms):
+            kind = kinds.setdefault(_likeness([self.gemms[i] for i in members]), len(kinds))
+            group = _Group(kind, members)
+            found.update({index: (group, place) for place, index in enumerate(members)})
+        return found
 
-    def _search(self, group: Sequence[int], place: int, traced: int, pays: bool) -> int | None:
+    def _verdicts(self, group: _Group, traced: int, rows: int) -> dict[int, bool]:
+        """Which places of a group are converted with a number of rows: one plan for all its members' searches."""
+        key = (group.kind, traced, rows)
+        if key not in self.verdicts:
+            made = [self.planned(self.choices[i], rows / traced) for i in group.members]
+            gemms = {place: gemm for place, gemm in enumerate(made) if gemm is not None}
+            plans = plan(self.model, list(gemms.values()))
+            self.verdicts[key] = {place: each.convert for place, each in zip(gemms, plans, strict=True)}
+        return self.verdicts[key]
+
+    def _search(self, group: _Group, place: int, traced: int, pays: bool) -> int | None:
         def converted(rows: int) -> bool:
-            gemms = [self.planned(self.choices[i], rows / traced) for i in group]
-            return plan(self.model, [gemm for gemm in gemms if gemm is not None])[place].convert
+            return self._verdicts(group, traced, rows).get(place, False)
 
         if pays:
             low, high = 0, -(-traced // ALIGNMENT) * ALIGNMENT

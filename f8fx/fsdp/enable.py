@@ -21,6 +21,7 @@ from f8fx.peers import Peers
 from f8fx.recipe import Recipe
 from f8fx.report import log
 from f8fx.torch_private import (
+    carry_grad_dtype,
     group_backend,
     key_local_tensors,
     local_part,
@@ -172,6 +173,7 @@ def _convert(
     weight = WeightScales(candidate.fqn, formats, wire, copies, candidate.shape, before, weak, manager)
     replacement = nn.Parameter(_wrapped(param.detach(), weight), requires_grad=param.requires_grad)
     replacement.__dict__.update(param.__dict__)
+    carry_grad_dtype(param, replacement)
     for module, name in owners:
         setattr(module, name, replacement)
         module.register_state_dict_post_hook(_SavePlain(name))
@@ -240,8 +242,10 @@ class _LoadWrapped:
         local = local_part(value)
         if not isinstance(local, Float8Shard):
             wrapped = _wrapped(value.detach(), self.weight)
-            is_param = isinstance(value, nn.Parameter)
-            state_dict[key] = nn.Parameter(wrapped, value.requires_grad) if is_param else wrapped
+            if isinstance(value, nn.Parameter):
+                wrapped = nn.Parameter(wrapped, value.requires_grad)
+                carry_grad_dtype(value, wrapped)
+            state_dict[key] = wrapped
 
 
 # -- ranks agree

@@ -111,6 +111,7 @@ from .patch import patched_attribute
 from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function
 from .scheduling import sums_both_ways
 from .tensors import (
+    carry_grad_dtype,
     detect_fake_mode,
     disabled_torch_function,
     fake_like,
@@ -158,6 +159,7 @@ __all__ = [
     "busy_wait",
     "c10d",
     "carries_float8",
+    "carry_grad_dtype",
     "cause_of",
     "check_version",
     "compile_fx_module",

@@ -49,6 +49,15 @@ def unlogged_fake_errors() -> Iterator[None]:
         log.setLevel(level)
 
 
+def carry_grad_dtype(parameter: Any, to: Any) -> None:
+    """Gives a tensor the dtype in which a parameter wants its gradients, where it was told one (``_has_grad_dtype_override``).
+
+    FSDP2 heeds it since torch 2.15. Earlier torch does not tell whether there is one, and its FSDP2 heeds none.
+    """
+    if getattr(parameter, "_has_grad_dtype_override", False):
+        to.grad_dtype = parameter.grad_dtype
+
+
 def fake_like(
     like: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:

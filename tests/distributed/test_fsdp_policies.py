@@ -352,6 +352,23 @@ def evaluated_in_inference_mode():
         assert_same(*results, recipe)
 
 
+def dtype_of_gradients():
+    """That a parameter was told to have its gradients in, which FSDP2 heeds since torch 2.15."""
+    results = []
+    for float8 in (False, True):
+        torch.manual_seed(0)
+        model = Net(**ONE_BLOCK).to(bf16)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        Setup("rowwise", world_mesh(), float8).apply(model)
+        for step in range(2):
+            loss_of(model(batch(step))).backward()
+        results.append({name: whole(parameter.grad) for name, parameter in model.named_parameters()})
+    dtypes = [{name: grad.dtype for name, grad in result.items()} for result in results]
+    assert dtypes[0] == dtypes[1], dtypes
+    assert_same(*results)
+
+
 def enabled_after_fully_shard():
     """Blocks one after the other, each before it is sharded: an optimizer would hold what FSDP2 knows nothing of."""
     model = nn.Sequential(Block(), Block()).to(bf16)
@@ -385,5 +402,6 @@ def test_two_ranks():
             not_a_number,
             learned_tokens,
             evaluated_in_inference_mode,
+            dtype_of_gradients,
         ],
     )

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 
+from f8fx.options import Options
 from f8fx.passes import best_rowwise_scales
-from f8fx.recipe import PRESETS
-from tests.helpers import bf16, compiled, gradients, graph_after, randn, sqnr
+from f8fx.recipe import PRESETS, GemmSpec, QuantSpec, Recipe
+from tests.helpers import bf16, compiled, gradients, graph_after, joint_graphs, randn, sqnr
 
 
 def linear(dim, width):
@@ -269,3 +270,29 @@ def test_the_gradients_of_one_layer_are_the_same_bits():
     )
     assert inside.keys() == after.keys() and len(inside) == 4
     assert all(torch.equal(inside[name], after[name]) for name in inside if name != "output")
+
+
+def test_a_gemm_whose_result_is_scaled_adds_no_bias():
+    """Merged, the gemms are too large for the device to scale by rows; each by itself is not."""
+    row = QuantSpec("e4m3", granularity="rowwise", power_of_2_scale=True)
+    exact = GemmSpec(row, row)
+    recipe = Recipe("exact", output=exact, grad_input=exact, grad_weight=exact)
+    pipeline = Options.parse(
+        {"select": "all", "target": "h100", "recipe": recipe, "bias": "in_gemm"}
+    ).pipeline(debug=True, rowwise_scales=lambda device: "by_size")
+    with torch.device("meta"):
+        x = torch.empty(8192, 32768, dtype=bf16)
+        parts = [torch.empty(1024, *shape, dtype=bf16) for shape in ((32768,), ()) for _ in range(4)]
+
+    def f(x, *parts):
+        return [F.linear(x, w, b) for w, b in zip(parts[:4], parts[4:], strict=True)]
+
+    found = []
+
+    def transform(graph):
+        (merge,) = pipeline(graph).merges
+        gemms = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
+        found.append((merge.merged, [(gemm.args[2].meta["val"].dim(), gemm.args[4]) for gemm in gemms]))
+
+    joint_graphs(f, x, *parts, transform=transform)
+    assert found == [(True, [(0, None)])]

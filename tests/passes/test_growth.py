@@ -5,10 +5,18 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
 
+import f8fx.passes.thresholds
 from benchmarks import graphs
 from f8fx.demo.model import DecoderConfig
 from f8fx.options import Options
+from f8fx.passes.sums import sum_of
+from tests.helpers import bf16, joint_graphs, randn
+
+aten = torch.ops.aten
 
 LAYERS = (8, 32)
 
@@ -18,11 +26,8 @@ def block():
     return graphs.traced(DecoderConfig.named("llama3_8b"), 8192)
 
 
-def calls(block, layers, recipe):
-    """Calls of Python and C functions of the pipeline, on a stack of blocks."""
-    graph = graphs.stack(block, layers)
-    options = Options.parse({"recipe": recipe, "target": "h100", "select": "all"})
-    pipeline = options.pipeline(kernels=lambda device: True)
+def counted(run):
+    """What a function returns, and the calls of Python and C functions until it does."""
     count = 0
 
     def profile(frame, event, argument):
@@ -31,9 +36,18 @@ def calls(block, layers, recipe):
 
     sys.setprofile(profile)
     try:
-        report = pipeline(graph)
+        result = run()
     finally:
         sys.setprofile(None)
+    return result, count
+
+
+def calls(block, layers, recipe):
+    """Calls of Python and C functions of the pipeline, on a stack of blocks."""
+    graph = graphs.stack(block, layers)
+    options = Options.parse({"recipe": recipe, "target": "h100", "select": "all"})
+    pipeline = options.pipeline(kernels=lambda device: True)
+    report, count = counted(lambda: pipeline(graph))
     assert report.converted == report.total == 21 * layers
     return count
 
@@ -44,3 +58,63 @@ def test_four_times_the_blocks_are_four_times_the_calls(block, recipe):
     few, many = (calls(block, layers, recipe) for layers in LAYERS)
     # 4.0 times on torch 2.13, 4.24 on 2.11; of a pass of quadratic time it would be up to 16
     assert many < 1.1 * LAYERS[1] / LAYERS[0] * few
+
+
+def test_rows_that_are_copied_one_after_the_other():
+    """Each is read along two paths: from the row before, and from the memory that both lie in."""
+
+    def passes(rows):
+        def f(x, first, second):
+            y, z = F.linear(x, first), F.linear(x, second).relu()
+            for row in range(1, rows):
+                y[row] = y[row - 1]
+            return y.sin(), z
+
+        pipeline, counts = Options.parse({"target": "h100", "select": "all"}).pipeline(), []
+        args = (randn(64, 64, grad=False, seed=seed) for seed in range(3))
+        joint_graphs(f, *args, transform=lambda graph: counts.append(counted(lambda: pipeline(graph))[1]))
+        return counts[0]
+
+    passes(6)
+    assert passes(12) < 4 * passes(6)
+
+
+def test_a_sum_of_any_number_of_gradients():
+    graph = fx.Graph()
+    gradients = [graph.placeholder(f"gradient_{i}") for i in range(2000)]
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = graph.call_function(aten.add.Tensor, (total, gradient))
+    graph.output(total)
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, 2, device="meta")
+    found = sum_of([gradients[0], gradients[-1]])
+    assert found is not None
+    assert found.root is total
+    assert list(found.others) == gradients[1:-1]
+
+
+def test_thresholds_of_a_tied_weight(monkeypatch):
+    """The matmuls of one weight are planned together, for one number of rows after the other: not once for each of them."""
+    plans = []
+
+    def plan(model, gemms):
+        plans.append(len(gemms))
+        return planned(model, gemms)
+
+    planned = f8fx.passes.thresholds.plan
+    monkeypatch.setattr(f8fx.passes.thresholds, "plan", plan)
+    with torch.device("meta"):
+        x, weight = (torch.empty(4096, 4096, dtype=bf16, requires_grad=True) for _ in range(2))
+    torch._dynamo.mark_dynamic(x, 0)
+
+    def f(x, weight):
+        y = x
+        for _ in range(12):
+            y = torch.tanh(F.linear(y, weight) + x)
+        return y
+
+    pipeline, reports = Options.parse({"target": "h100"}).pipeline(), []
+    joint_graphs(f, x, weight, transform=lambda graph: reports.append(pipeline(graph)))
+    assert all("pays for M >=" in decision.detail for decision in reports[0].decisions)
+    assert plans.count(36) == len(plans) < 36

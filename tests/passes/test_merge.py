@@ -749,3 +749,47 @@ def test_under_autocast(recipe):
     for name, exact in plain.items():
         apart, merged = (sqnr(exact, result[name]) for result in results)
         assert merged >= apart - 0.3, (name, apart, merged)
+
+
+class LowRank(nn.Module):
+    """Weights that merged layers compute: their gradients wait for those of the layers that read them."""
+
+    def __init__(self):
+        super().__init__()
+        self.z, self.left, self.right = (nn.Parameter(randn(K, K, seed=seed) / 16) for seed in range(3))
+
+    def forward(self, x):
+        first, second = F.linear(self.z, self.left), F.linear(self.z, self.right)
+        return F.linear(x, first).relu() + F.linear(x, second).sigmoid()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_weight_gradients_that_another_familys_gradients_read(recipe):
+    model, x = LowRank(), randn(K, K, seed=9)
+    separate = trained(model, x, recipe=recipe, merge="never")
+    with recording() as reports:
+        together = trained(model, x, recipe=recipe, strict=True)
+    assert [merge.merged for merge in reports[0].merges] == [True, True]
+    for exact, merged, alone in zip(reference(model, x), together, separate, strict=True):
+        assert sqnr(exact, merged) > sqnr(exact, alone) - 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: [part.view(-1).sin() for part in y.split(M // 2)],
+        lambda y: [part.view(-1).sin() for part in y.view(2, M // 2, -1).unbind(0)],
+    ],
+)
+def test_parts_of_a_merged_result_that_are_viewed(use):
+    """A view that its strides do not allow reads a copy."""
+    args = (randn(M, K, grad=False), *weights(64, 64, grad=False))
+
+    def f(x, a, b):
+        return *use(F.linear(x, a)), F.linear(x, b) + 1
+
+    expected, found = (
+        compiled(f, strict=True, rowwise_scales="torchao", **options)(*args)
+        for options in ({"merge": "never", "recipe": "rowwise"}, {"recipe": "rowwise", **H100})
+    )
+    assert all(map(torch.equal, expected, found))

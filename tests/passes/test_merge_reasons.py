@@ -505,12 +505,11 @@ def test_sums_that_are_one_tree():
         one, two, three, four = (F.linear(x, w).sin() for w in (a, b, c, d))
         return one * two * three * four
 
-    choices, order = [], {}
+    choices = []
     pipeline = f8fx.Options.parse({"select": "all", "target": "h100"}).pipeline()
 
     def transform(graph):
         choices[:] = pipeline.select(pipeline.find(graph))
-        order.update((node, index) for index, node in enumerate(graph.nodes))
 
     joint_graphs(f, randn(M, K), *weights(64, 64, 64, 64), transform=transform)
 
@@ -520,7 +519,7 @@ def test_sums_that_are_one_tree():
     def side_by_side(members, trains):
         return [[members[:2], members[2:]], [members]]
 
-    (one,) = families(choices, order, set(), in_turns)
+    (one,) = families(choices, set(), in_turns)
     assert isinstance(one, Family) and len(one.layers) == 4
-    two = families(choices, order, set(), side_by_side)
+    two = families(choices, set(), side_by_side)
     assert [len(each.layers) for each in two if isinstance(each, Family)] == [2, 2]
