@@ -95,9 +95,9 @@ class Materialize:
 def _mark(graph: fx.Graph, node: fx.Node, role: str, **options: bool) -> None:
     insert = Inserter(graph, node.next, Provenance(node.name, of_node(node), role, "materialize", True))
     written = insert(ops.materialize, node, **options)
-    # and a size that first appears in a node's result is not defined again by its copy
-    own = ("val", "f8fx", "unbacked_bindings")
-    written.meta.update({key: node.meta[key] for key in node.meta if key not in own})
+    # of the tensor it is, not of what comes next; and a size that first appears in a node's result is not defined again by its copy
+    own = {key: written.meta[key] for key in ("val", "f8fx")}
+    written.meta = {key: node.meta[key] for key in node.meta if key != "unbacked_bindings"} | own
     node.replace_all_uses_with(written, lambda user: user is not written)
 
 

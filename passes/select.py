@@ -28,6 +28,7 @@ from .choice import ALIGNMENT, EMPTY, KEPT_BY_RECIPE, Choice, Convert, Skip
 from .find import Found
 from .gemm import Gemm, Operand, Size, Unmatched
 from .left import UNEVEN
+from .matmuls import operands_of
 from .parameters import is_uneven
 from .worth import Worth, cost_model
 
@@ -157,6 +158,9 @@ class Select:
         if gemm.dtype not in self.recipe.convert_dtypes:
             name = str(gemm.dtype).removeprefix("torch.")
             return Skip(gemm, f"{name} matmul", f"recipe {self.recipe.name} converts {self._dtypes()}")
+        read = [str(node.meta["val"].dtype).removeprefix("torch.") for node in operands_of(gemm.node)]
+        if read[0] != read[1]:  # an error, which float8 would hide
+            return Skip(gemm, "operands of two dtypes", " and ".join(read))
         for operand in (gemm.left, gemm.right):
             if operand.dtype not in (torch.bfloat16, torch.float16, torch.float32):
                 return Skip(gemm, f"{str(operand.dtype).removeprefix('torch.')} operand")

@@ -74,6 +74,12 @@ def test_integers_are_left():
     assert reasons(untouched(torch.mm, a, a, select="all")) == {"int32 matmul"}
 
 
+def test_operands_of_two_dtypes_are_left():
+    """PyTorch refuses to multiply them, but for the meta device, whose kernels do not look."""
+    args = torch.empty(32, 32, dtype=bf16, device="meta"), torch.empty(48, 32, device="meta")
+    assert reasons(untouched(F.linear, *args, select="all")) == {"operands of two dtypes"}
+
+
 def test_hardware_without_float8():
     for select in ("auto", "all"):
         decisions = untouched(F.linear, *xw(8192, 4096, 4096), select=select, target="a100")

@@ -59,6 +59,18 @@ def test_a_cast_shared_with_the_outside_of_a_region_is_recomputable():
     assert shared[1] == CheckpointPolicy.PREFER_RECOMPUTE and "ac_graph_id" in shared[2]
 
 
+def test_a_sum_that_is_written_before_a_region_is_none_of_its_tensors():
+    """What stands next in the graph is the region's first."""
+
+    def f(x, w, v):
+        h = x + F.linear(x, w)
+        return h + checkpoint(lambda h: torch.sin(F.linear(torch.cos(h), v)), h, use_reentrant=False)
+
+    found = marks(f, randn(32, 32), randn(32, 32, seed=1), randn(32, 32, seed=2))
+    _, mark, meta = found["materialize"]
+    assert mark is None and "ac_graph_id" not in meta
+
+
 def test_every_inserted_node_says_where_it_comes_from():
     found = marks(F.linear, randn(16, 32), randn(48, 32), recipe="rowwise")
     assert len(found) > 10
