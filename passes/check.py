@@ -111,7 +111,11 @@ def _check_scaled_mm(node: fx.Node, where: str) -> None:
 
 def _layout(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return str(tuple(value.shape)), str(value.stride()), value.dtype
+        # one element has no next one to be a stride away from
+        strides = (
+            1 if size == "1" else s for size, s in zip(map(str, value.shape), value.stride(), strict=True)
+        )
+        return str(tuple(value.shape)), str(tuple(strides)), value.dtype
     if isinstance(value, (tuple, list)):
         return [_layout(item) for item in value]
     return str(value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from f8fx.torch_private import is_of_torch, is_operator
+from f8fx.torch_private import as_it_runs, is_of_torch, is_operator, size_hint
 
 from .fake import set_value
 from .operand import is_view
@@ -39,6 +40,7 @@ def _refresh(node: fx.Node) -> None:
             if not takes_any_strides(user.target):
                 raise ValueError(f"{user.target} may need its arguments as they were")
             set_value(user)
+            _run_on_meta(user)
         except (RuntimeError, ValueError):
             user.meta["val"] = value
             _read_copy(user, node)
@@ -47,6 +49,22 @@ def _refresh(node: fx.Node) -> None:
                 _refresh(user)
             elif is_view(user):
                 refresh_views(user)
+
+
+def _run_on_meta(user: fx.Node) -> None:
+    """Runs a view as it will run. A fake one takes strides of dimensions of size 1 that this one refuses (torch 2.13, 2.15)."""
+    if user.target is not aten.view.default:
+        return
+    source, result = user.args[0].meta["val"], user.meta["val"]  # type: ignore[union-attr]
+    sizes, shape, stride = map(_hints, (result.shape, source.shape, source.stride()))
+    if sizes and shape and stride:
+        with as_it_runs():
+            torch.empty_strided(shape, stride, device="meta").view(sizes)
+
+
+def _hints(sizes: Sequence[int | torch.SymInt]) -> list[int] | None:
+    hints = [size_hint(size) for size in sizes]
+    return None if None in hints else hints  # type: ignore[return-value]
 
 
 def takes_any_strides(target: Any) -> bool:

@@ -111,6 +111,7 @@ from .patch import patched_attribute
 from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function
 from .scheduling import sums_both_ways
 from .tensors import (
+    as_it_runs,
     carry_grad_dtype,
     detect_fake_mode,
     disabled_torch_function,
@@ -151,6 +152,7 @@ __all__ = [
     "Lowering",
     "Parts",
     "aot_backend",
+    "as_it_runs",
     "as_strided_keeps_offsets",
     "assert_on_device",
     "backward_was_interrupted",

@@ -38,6 +38,20 @@ def is_fake(tensor: Any) -> bool:
 
 
 @contextmanager
+def as_it_runs() -> Iterator[None]:
+    """A block in which operators act as they do when a program runs, not when one is traced.
+
+    Outside of an active ``FakeTensorMode`` (``unset_fake_temporarily``) and of Python's own meta functions
+    (``no_python_dispatcher``).
+    """
+    from torch._dispatch.python import no_python_dispatcher
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), no_python_dispatcher():
+        yield
+
+
+@contextmanager
 def unlogged_fake_errors() -> Iterator[None]:
     """A block in which an operator that refuses its fake inputs raises its error, and does not log it as well."""
     log = logging.getLogger("torch._subclasses.fake_tensor")

@@ -62,6 +62,26 @@ def test_value_that_the_inputs_do_not_give():
     assert "inputs give" in broken(damage)
 
 
+def test_a_stride_that_nothing_is_found_by():
+    """Operators differ in the strides they give to dimensions of size 1."""
+
+    def transform(graph):
+        before = signature(graph)
+        Pipeline(options.recipe, options.policy())(graph)
+        node = first(graph, ops.quantize)
+        assert node.meta["val"].shape == (1, 32)
+        node.meta["val"] = node.meta["val"].as_strided((1, 32), (64, 1))
+        check(graph, "everything", before)
+        node.meta["val"] = node.meta["val"].as_strided((1, 32), (1, 2))
+        with pytest.raises(CheckError, match="inputs give"):
+            check(graph, "everything", before)
+        checked.append(node)
+
+    options, checked = f8fx.Options.parse({"select": "all"}), []
+    joint_graphs(F.linear, randn(1, 32, grad=False), randn(48, 32, grad=False), transform=transform)
+    assert checked
+
+
 def test_order():
     def damage(graph):
         node = first(graph, ops.scale)

@@ -779,6 +779,7 @@ def test_weight_gradients_that_another_familys_gradients_read(recipe):
     [
         lambda y: [part.view(-1).sin() for part in y.split(M // 2)],
         lambda y: [part.view(-1).sin() for part in y.view(2, M // 2, -1).unbind(0)],
+        lambda y: [y.view(8, M // 8, 1, 1, -1).flatten(1) * 2],
     ],
 )
 def test_parts_of_a_merged_result_that_are_viewed(use):
