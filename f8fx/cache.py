@@ -97,7 +97,7 @@ def _dynamic_sizes(example_inputs: Sequence[Any]) -> list[int | None]:
 
 
 def _local(value: torch.Tensor) -> list[Any]:
-    """Layouts of the tensors inside a subclass, and where this rank is among those that have its other parts.
+    """Layouts of the tensors inside a subclass, how it is sharded, and where this rank is among those that have its other parts.
 
     A DTensor that is sharded unevenly has other local sizes on other ranks, code that shards one takes this rank's part,
     and gathers name this rank's group. AOTAutograd's key holds none of that (torch 2.13 and 2.15; 2.11 caches no such

@@ -283,6 +283,23 @@ def test_a_rank_s_place_in_a_mesh_is_in_the_key():
     assert all(of_rank(*place) == key for place, key in keys.items())
 
 
+def test_how_a_tensor_is_sharded_is_in_the_key():
+    """Over a 2 x 2 mesh, shards of one shape are parts of tensors that are split otherwise, and gathered otherwise."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh, local = init_device_mesh("cpu", (2, 2)), torch.randn(8, 16)
+        found = []
+        for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0))):
+            weight = DTensor.from_local(local, mesh, placements, run_check=False)
+            assert weight.shape == (16, 32)
+            found.append(
+                CacheKey.of(fx.symbolic_trace(lambda w: w + 1), [weight], f8fx.Options.parse({})).uuid
+            )
+    finally:
+        dist.destroy_process_group()
+    assert found[0] != found[1]
+
+
 def test_every_figure_of_the_target_is_in_the_key():
     """Not only its name: a user may describe hardware of their own."""
     h100 = f8fx.hardware.find("h100")

@@ -141,7 +141,9 @@ def key_local_tensors(kind: type[torch.Tensor]) -> None:
 
 
 def place_in_mesh(tensor: torch.Tensor) -> list[Any]:
-    """Where this process is in the mesh of a DTensor: coordinates, and the names of its groups. Of other tensors, nothing.
+    """What this process has of a DTensor: its placements, the coordinates in its mesh and the names of that's groups.
+
+    Of other tensors, nothing.
 
     ``DeviceMesh`` of a rank that is not in it has no coordinates, and one without a backend no groups.
     """
@@ -152,7 +154,7 @@ def place_in_mesh(tensor: torch.Tensor) -> list[Any]:
         groups = [group.group_name for group in mesh.get_all_groups()]
     except RuntimeError:
         groups = []
-    return [mesh.get_coordinate(), groups]
+    return [str(tensor.placements), mesh.get_coordinate(), groups]  # type: ignore[attr-defined]
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
