@@ -72,6 +72,7 @@ class Copies:
         read_late: the forward reads the backward's.
         sent: copies of the forward's and of the backward's gather, once that is settled.
         attempts: how often the ranks have tried to settle it.
+        has_warned: an operator outside of a graph has read it.
     """
 
     fqn: str
@@ -83,6 +84,7 @@ class Copies:
     read_late: bool = False
     sent: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     attempts: int = 0
+    has_warned: bool = False
     mesh: DeviceMesh | None = None
     _begun: tuple[int, ...] = (_FORWARD, _BACKWARD)
     _found: tuple[ReferenceType[Any], ReferenceType[Any]] | None = field(default=None, repr=False)

@@ -192,17 +192,15 @@ class Float8Weight(torch.Tensor):
         )
 
 
-_WARNED: set[str] = set()
-
-
 def _named(weight: Any) -> str:
     return repr(getattr(weight, "fqn", "") or "a weight")
 
 
 def _warn_if_eager(weight: Float8Weight, func: Any) -> None:
-    if not weight.fqn or weight.fqn in _WARNED or is_fake(weight._tensors()[0]):
+    copies = weight.copies
+    if copies is None or not copies.fqn or copies.has_warned or is_fake(weight._tensors()[0]):
         return
-    _WARNED.add(weight.fqn)
+    copies.has_warned = True
     warnings.warn(
         f"f8fx.fsdp: {func} reads {_named(weight)} outside of a graph compiled by f8fx. The weight was gathered "
         "in float8, so it is its float8 rounding that is read. Compile the block that holds it with "

@@ -17,10 +17,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import f8fx
 from f8fx import Recipe, hardware, ops
 from f8fx.fsdp import enable_float8_all_gather, precompute_scales
+from f8fx.fsdp.copies import Copies
 from f8fx.fsdp.formats import Format
 from f8fx.fsdp.shard import Float8Shard
 from f8fx.fsdp.weight import Float8Weight
 from f8fx.hardware import Hardware
+from f8fx.peers import Peers
 from tests.helpers import Block, bf16, graph_after, randn
 
 fp8 = torch.float8_e4m3fn
@@ -244,16 +246,18 @@ def gathered(name="", dim=None, power_of_2=False, seed=1):
     w = randn(48, 32, grad=False, seed=seed)
     scale = ops.scale(ops.amax(w, dim), dtype=fp8, power_of_2=power_of_2)
     data = ops.quantize(w, scale, dtype=fp8, dim=dim)
-    weight = Float8Weight((data,), (scale,), (Format(fp8, dim, power_of_2),), bf16, name)
+    copies = Copies(name, 1, "auto", Peers((), ()))
+    weight = Float8Weight((data,), (scale,), (Format(fp8, dim, power_of_2),), bf16, name, copies=copies)
     return weight, ops.dequantize(data, scale, dtype=bf16, dim=dim)
 
 
 def test_eagerly_it_is_its_rounding_and_says_so_once():
-    weight, rounded = gathered("some.layer.weight")
     x = randn(16, 32)
-    with pytest.warns(UserWarning, match="some.layer.weight"):
-        y = F.linear(x, weight)
-    assert torch.equal(y, F.linear(x, rounded))
+    for _ in range(2):  # of each model
+        weight, rounded = gathered("some.layer.weight")
+        with pytest.warns(UserWarning, match="some.layer.weight"):
+            y = F.linear(x, weight)
+        assert torch.equal(y, F.linear(x, rounded))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(F.linear(x, weight), y)
