@@ -92,9 +92,9 @@ def _seconds(groups: Sequence[Members], backward: Set[fx.Node], trains: bool, mo
             int(size_hint(first.k) or 0),
             sum(int(c.gemm.n) for c in members),
         )
-        rowwise = members[0].spec.is_rowwise
+        rowwise, exact = members[0].spec.is_rowwise, members[0].spec.scales_after_gemm
         for sizes in ((m, k, n), (m, n, k), (n, m, k)) if trains else ((m, k, n),):
-            total += model.gemm_seconds(*sizes, True, rowwise)
+            total += model.gemm_seconds(*sizes, True, rowwise, exact)
         total += model.copy_seconds(copied_bytes(members, copied_out(members, backward)))
         if trains:
             total += model.copy_seconds(m * k * first.dtype.itemsize) / 2  # read for the sum

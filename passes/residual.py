@@ -47,8 +47,12 @@ def _is_matmul_result(node: fx.Node) -> bool:
     while node.target not in _MATMULS:
         if len(node.users) != 1 or node.target not in _AFTER_MATMUL:
             return False
-        # not the bias, nor a size, nor what dropout keeps
-        sources = [source for source in node.all_input_nodes if _rank(source) > 1 and not _is_mask(source)]
+        # not the bias, nor a size, nor what dropout keeps, nor the scales of an exact rowwise gemm
+        sources = [
+            source
+            for source in node.all_input_nodes
+            if _rank(source) > 1 and not _is_mask(source) and not _is_of_scales(source)
+        ]
         if len(sources) != 1:
             return False
         (node,) = sources
@@ -61,6 +65,16 @@ def _is_mask(node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+
+
+def _is_of_scales(node: fx.Node) -> bool:
+    """Whether a tensor is the products of a matmul's scales, one of each row by one of each column."""
+    sources = node.all_input_nodes
+    return (
+        "f8fx" in node.meta
+        and len(sources) == 2
+        and all(source.target is aten.unsqueeze.default for source in sources)
+    )
 
 
 def _rank(node: fx.Node) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
+import f8fx
 from f8fx import ops
 from f8fx.passes import Materialize
 from f8fx.recipe import PRESETS
@@ -61,6 +63,15 @@ return [add_2]""",
 
 def test_the_backward_reads_it_too():
     assert marked(residual, *args(grad=True)) == 1
+
+
+def test_scales_behind_the_gemm_are_part_of_it():
+    """As exact rowwise gemms have them: a tensor as large as the result, which nothing else reads."""
+    rowwise = f8fx.Recipe.named("rowwise")
+    exact = replace(rowwise, output=replace(rowwise.output, use_fast_accum=False))
+    options = {"recipe": exact, "rowwise_scales": "torchao"}
+    assert "f32[16,32] = mul(unsqueeze, unsqueeze_1)" in graph_after(residual, *args(), **options)
+    assert marked(residual, *args(), **options) == 1
 
 
 def test_a_bias_is_part_of_the_matmul():
