@@ -275,7 +275,7 @@ def executor_for(args: argparse.Namespace, device: torch.device) -> str:
     return args.executor or ("eager" if several and device.type == "cpu" else "inductor")
 
 
-def plan_for(args: argparse.Namespace, device: torch.device, hardware: Hardware, ranks: int = 1) -> Plan:
+def plan_for(args: argparse.Namespace, device: torch.device, ranks: int = 1) -> Plan:
     """The plan that the command line and the device ask for.
 
     On CUDA the ``1b`` model loses blocks until its training state fits in the free memory.
@@ -341,7 +341,7 @@ def _main(args: argparse.Namespace, device: torch.device, ranks: Ranks | None) -
     from f8fx.demo import show
 
     hardware = of_device(device)
-    plan = plan_for(args, device, hardware, ranks.size if ranks else 1)
+    plan = plan_for(args, device, ranks.size if ranks else 1)
     speaks = ranks is None or ranks.rank == 0
     # With --json only the JSON goes to stdout; the rest is for people and goes to stderr.
     console = Console(file=sys.stderr if args.json else sys.stdout, quiet=not speaks)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from f8fx import hardware
 from f8fx.options import Options
 from f8fx.parts import largest_part
+from f8fx.passes.choice import ALIGNMENT
 from f8fx.passes.fqn import without_wrappers
 from f8fx.passes.left import UNEVEN
 from f8fx.torch_private import local_part
@@ -18,9 +19,6 @@ from f8fx.torch_private import local_part
 from .experts import contracted, may_be_experts, why_no_grouped_gemm
 from .formats import Format, formats_of
 from .shard import Float8Shard
-
-#: Sizes of a float8 gemm must be multiples of this.
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,8 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
         return "not contiguous"
     if candidate.is_uneven:
         return UNEVEN
-    if not local.numel() or any(size % _ALIGNMENT for size in candidate.shape[-2:]):
-        return f"not a multiple of {_ALIGNMENT}"
+    if not local.numel() or any(size % ALIGNMENT for size in candidate.shape[-2:]):
+        return f"not a multiple of {ALIGNMENT}"
     chosen = options.target or hardware.of_device(_device(local))
     if not chosen.float8_dtypes:
         return f"no float8 tensor cores on {chosen.name}"
