@@ -18,6 +18,7 @@ from f8fx.fsdp.formats import Format
 from f8fx.fsdp.shard import Float8Shard, _wire_dtype
 from f8fx.fsdp.weight import Float8Weight
 from f8fx.torch_private import fake_store
+from f8fx.torch_private.versions import release
 from tests.helpers import Block, bf16
 
 
@@ -184,6 +185,19 @@ def test_a_model_out_of_a_file_is_a_plain_one(caplog):
     assert {type(p) for p in loaded.parameters()} == {nn.Parameter}
     enable_float8_all_gather(loaded)
     assert isinstance(loaded.gate.weight, Float8Shard)
+
+
+@pytest.mark.skipif(release() < (2, 15), reason="this torch does not tell whether a gradient's dtype was set")
+def test_parameters_that_are_loaded_as_they_are_keep_their_gradients_dtype():
+    """``assign=True`` makes them the model's own; a checkpoint may hold parameters."""
+    model = Block().to(bf16)
+    enable_float8_all_gather(model)
+    loaded = {name: nn.Parameter(torch.ones_like(value)) for name, value in model.state_dict().items()}
+    for parameter in loaded.values():
+        parameter.grad_dtype = torch.float32
+    model.load_state_dict(loaded, assign=True)
+    assert isinstance(model.gate.weight, Float8Shard) and model.gate.weight.eq(1).all()
+    assert model.gate.weight.grad_dtype is torch.float32
 
 
 GATHERED_WRITES = {
