@@ -226,7 +226,8 @@ class Packed(nn.Module):
 
     def forward(self, x):
         weight = torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(1)
-        return F.linear(torch.tanh(F.linear(torch.tanh(x), self.first * 0.5)), (weight - 8.0) * self.scales)
+        weight = (weight - 8.0).to(bf16) * self.scales
+        return F.linear(torch.tanh(F.linear(torch.tanh(x), self.first * 0.5)), weight)
 
 
 def test_a_weight_that_is_unpacked_from_buffers_is_a_weight():
