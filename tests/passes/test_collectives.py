@@ -1140,6 +1140,52 @@ def test_stays_when_shards_are_not_in_order():
     assert_stays(("no float8 matmul reads it", "split"), f, (16, 64), (96, 16))
 
 
+NOT_WHOLE = {
+    "split along another dimension": (lambda whole: torch.cat(torch.split(whole, 16, 1)), (16, 64), "split"),
+    "without one of the shards": (lambda whole: torch.cat(torch.split(whole, 96)[:3], 1), (96, 16), "split"),
+    "without one of the slices": (
+        lambda whole: torch.cat([whole[start : start + 96] for start in (0, 96, 288)], 1),
+        (96, 16),
+        "cat, slice",
+    ),
+    "one shard twice": (
+        lambda whole: torch.cat([whole[start : start + 96] for start in (0, 96, 96, 288)], 1),
+        (96, 16),
+        "cat, slice",
+    ),
+    "without its beginning": (lambda whole: whole[16:], (24, 64), "slice"),
+    "without every other row": (lambda whole: whole[::2], (24, 64), "slice"),
+    "without its last columns": (lambda whole: whole[:, :48], (24, 64), "slice"),
+    "without its margin": (
+        lambda whole: aten.constant_pad_nd(whole, [0, 0, 0, -16]),
+        (24, 64),
+        "constant_pad_nd",
+    ),
+    "with a margin that is not zero": (
+        lambda whole: aten.constant_pad_nd(whole, [0, 0, 0, 16], 1.0),
+        (24, 64),
+        "constant_pad_nd",
+    ),
+    "through another dtype": (
+        lambda whole: whole.to(torch.float64).to(bf16),
+        (24, 64),
+        "_to_copy",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_stays_when_something_else_is_made_of_it(name):
+    """Of all of it, in order, shards in float8 would be a copy."""
+    made, shape, operator = NOT_WHOLE[name]
+
+    def f(x, w):
+        weight = made(gather(w))
+        return x[:, : weight.shape[1]] @ weight.t()
+
+    assert_stays(("no float8 matmul reads it", operator), f, (16, 288), shape)
+
+
 def test_stays_when_readers_leave_out_more_and_less():
     """Their amaxes differ, though here only another rank could tell."""
 
