@@ -9,15 +9,15 @@ with a view on *both* sides of the gemm. Float8 operands are cast as matrices, s
 :func:`expose_gemms` puts it there: a view to three dimensions and back, which costs nothing.
 
 Only where pieces of what is sent are pieces of the gemm's rows: where the first dimension is scattered, or the second and
-the first is 1. Of ``[batch, sequence, features]`` with more than one sequence the rows of a piece do not lie together. The
-fused operator of torch 2.11 to 2.15 cuts a float8 gemm into rows that do, whatever it is told
-(``_fused_scaled_matmul_reduce_scatter_impl``), and gives wrong numbers. Such a gemm is hidden from the matcher: views in front
-of it become another operator that does the same.
+the first is 1. Of ``[batch, sequence, features]`` with more than one sequence the rows of a piece do not lie together, unless
+they are put into the order in which they are sent (:mod:`passes.by_rank`). The fused operator of torch 2.11 to 2.15 cuts a
+float8 gemm into rows that do, whatever it is told (``_fused_scaled_matmul_reduce_scatter_impl``), and gives wrong numbers. So a
+gemm whose rows cannot be put into another order is hidden from the matcher: views in front of it become another operator
+that does the same.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import fx
 
 from f8fx.torch_private import c10d
 
+from .by_rank import reorder, sent_by
 from .operand import SAME_ORDER, flat_base, is_same, shape_of
 from .rewrite import Inserter, Provenance
 
@@ -40,31 +41,17 @@ def expose_gemms(graph: fx.Graph) -> None:
 
     To be called when no view is put in front of a gemm any more.
     """
-    for node in graph.nodes:
-        if node.target is c10d.reduce_scatter_tensor.default:
-            sent, dim = _unscattered(node.args[0])
-            gemm = flat_base(sent)
-            if gemm.target is not aten._scaled_mm.default or "f8fx" not in gemm.meta:
-                continue
-            is_known = node.args[1] in ("sum", "avg") and _are_rows(gemm, sent, dim)
-            if not (is_known and _expose(graph, gemm, sent)):
+    for node in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
+        sent = sent_by(node)
+        gemm = flat_base(sent.value)
+        if gemm.target is not aten._scaled_mm.default or "f8fx" not in gemm.meta:
+            continue
+        is_known = node.args[1] in ("sum", "avg")
+        if is_known and _are_rows(gemm, sent.value, sent.dim):
+            if not _expose(graph, gemm, sent.value):
                 _hide(graph, gemm)
-
-
-def _unscattered(node: Any) -> tuple[fx.Node, int]:
-    """What is sent, before it was cut along another dimension than the first and stacked; and that dimension."""
-    if node.target is not aten.cat.default or _dim(node, 1) != 0:
-        return node, 0
-    first, *others = node.args[0]
-    alike = all(piece.target is first.target and piece.args[0] is first.args[0] for piece in others)
-    if alike and first.target is operator.getitem and first.args[0].target is aten.split.Tensor:
-        return first.args[0].args[0], _dim(first.args[0], 2)
-    return (first.args[0], _dim(first, 1)) if alike and first.target is aten.slice.Tensor else (node, 0)
-
-
-def _dim(node: fx.Node, index: int) -> int:
-    dim: Any = node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
-    return int(dim)
+        elif not (is_known and reorder(graph, node, gemm, sent)):
+            _hide(graph, gemm)
 
 
 def _are_rows(gemm: fx.Node, sent: fx.Node, dim: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import f8fx
 from f8fx import explain, recording
 from f8fx.fsdp import enable_float8_all_gather
+from f8fx.passes import by_rank
 from tests.distributed.harness import outcome_fixture
 from tests.distributed.models import OPTIONS
 from tests.distributed.sent import InGraph, collectives
@@ -139,6 +142,21 @@ def tp_mesh():
 def check_sequence_parallel():
     """Two layers, an activation and a gradient each."""
     compare(lambda: parallel(Net(), tp_mesh()), moved=4)
+
+
+def check_rows_in_the_order_they_are_sent():
+    """Of the gemms in front of scatters: of each layer's output, and of the gradients of its two inputs. The same bits."""
+    found, turned = [], []
+
+    def watched(*args):
+        turned.append(by_rank.reorder(*args))
+        return turned[-1]
+
+    for reorder in (watched, lambda *args: False):
+        with mock.patch("f8fx.passes.async_tp.reorder", reorder):
+            found.append(steps(parallel(Net(), tp_mesh()), dist.get_rank()))
+    assert turned == [True] * 6
+    assert_same(*found)
 
 
 def check_one_long_sequence():
