@@ -7,13 +7,13 @@ what lies together. So the result is cut along the sequence and stacked, which c
     out = wait_tensor(reduce_scatter_tensor(cat(split(y, sequence / ranks, 1)), ...))
 
 Rows of a gemm may stand in any order. :func:`reorder` puts those of the float8 operand, and their scales, into the
-order in which they are sent, and the copy is none of the result any more ::
+order in which they are sent ::
 
     rows = clone(permute(view(left, [batch, ranks, sequence / ranks, k]), [1, 0, 2, 3]))
     y = _scaled_mm(view(rows, [-1, k]), ...)
     out = view(wait_tensor(reduce_scatter_tensor(y, ...)), [batch, sequence / ranks, n])
 
-What the cast writes is written in that order where nothing else reads it, and in this form Inductor's async tensor
+What is copied then is the operand, in float8 and of this rank's features alone. And in this form Inductor's async tensor
 parallelism overlaps the scatter with the gemm (:mod:`passes.async_tp`).
 """
 
