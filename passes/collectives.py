@@ -27,8 +27,7 @@ What makes it exact
       kernel that computes it.
     * A transposed or padded copy is made after the gather, from the float8 data: ``f8fx.quantize`` of a
       float8 tensor with scale one changes no element.
-    * The padding of uneven shards is zeros, which change no amax. What else is dropped of the gathered tensor's end, the
-      shard's amax leaves out: each rank knows which of its rows are read.
+    * The padding of uneven shards is zeros, which change no amax.
 
 Rowwise scales
     Where a shard holds whole rows (the gathered dimension is not the one the scale is taken over), its

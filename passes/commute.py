@@ -17,7 +17,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d, size_hint
 
-from .gather import FLOATS, Gathered, Reader, is_padding, shard_axes
+from .gather import FLOATS, Gathered, Reader, Step, is_padding, shard_axes
 from .matmuls import FLOAT8_MATMULS
 from .operand import CASTS, shape_of
 from .rewrite import RECOMPUTED
@@ -47,21 +47,6 @@ class Use:
     align: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A gathered tensor without its end.
-
-    Attributes:
-        dim: the gathered dimension.
-        end: how much of it is left. The same on all ranks, unlike:
-        kept: how much of this rank's shard is; ``None``: all of it that may not be zero.
-    """
-
-    dim: int
-    end: int
-    kept: int | None
-
-
 @dataclass
 class Copy:
     """The float8 copy that travels, and what is made of it.
@@ -73,7 +58,6 @@ class Copy:
         casts: roundings of the source on the way to the amax, done on the shard instead.
         axes: dimensions of the shard that a scale is taken over; ``None``: all, one scale.
         local: whether a shard has whole groups of them, so that scales need not be compared with other ranks'.
-        cut: what of the gathered tensor's end its amax leaves out; ``None``: nothing, or what is in no group.
         uses: the copies that readers make.
     """
 
@@ -82,7 +66,6 @@ class Copy:
     casts: tuple[torch.dtype, ...]
     axes: frozenset[int] | None
     local: bool
-    cut: Cut | None = None
     uses: list[Use] = field(default_factory=list)
 
     @property
@@ -97,8 +80,7 @@ class Copy:
     def format(self) -> Hashable:
         """Equal for copies of one tensor that hold the same bytes."""
         kwargs = tuple(sorted(self.scale.kwargs.items()))
-        end = self.cut and self.cut.end
-        return self.dtype, self.casts, self.axes, self.local, end, kwargs, _reductions(self.scale)
+        return self.dtype, self.casts, self.axes, self.local, kwargs, _reductions(self.scale)
 
 
 @dataclass(frozen=True)
@@ -151,10 +133,14 @@ def _decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move
         raise _Refused("no float8 matmul reads it", others)
     if others:
         raise _Refused("also read in high precision", others)
+    for reader in gathered.readers:
+        for step in reader.steps:
+            if step.kind == "unpad":
+                _check_padding(gathered, step, rank_in)
     copies: dict[Hashable, Copy] = {}
     for reader in quantized:
         for scale, dim, use in _uses(reader):
-            made = _copy(gathered, reader, scale, dim, rank_in)
+            made = _copy(gathered, reader, scale, dim)
             copy = copies.setdefault(made.format, made)
             copy.scales.update(made.scales)
             copy.uses.append(use)
@@ -180,34 +166,35 @@ def _name(node: fx.Node) -> str:
 # -- padding
 
 
-def _cut(gathered: Gathered, amax: Reader, rank_in: RankIn) -> Cut | None:
-    """What an amax of the gathered tensor leaves out: what uneven shards are padded with, as a rule.
+_CUT = "the end of it is dropped, and may be more than padding"
 
-    The amax of a shard has to leave it out, too, unless it is zeros.
+
+def _check_padding(gathered: Gathered, step: Step, rank_in: RankIn) -> None:
+    """What an uneven shard is padded with may not count in its amax: it has to be zeros.
+
+    Shards are padded to the size of the largest: what cuts more off is no unpadding, on any rank. Beyond that each
+    rank vouches for its own shard. That all ranks come to the same decision is checked elsewhere
+    (:mod:`f8fx.agreement`).
     """
-    step = next((step for step in amax.steps if step.kind == "unpad"), None)
-    if step is None:
-        return None
     length, end = shape_of(gathered.shard)[step.dim], shape_of(step.result)[step.dim]
     rank = rank_in(gathered.group)
     if rank is None or not isinstance(length, int) or not isinstance(end, int):
-        raise _Refused("the end of it is dropped, of a length that is known only at run time")
-    kept = min(max(end - rank * length, 0), length)
-    return Cut(step.dim, end, kept if length - kept > _zeros_at_end(gathered.shard, step.dim) else None)
-
-
-def _zeros_at_end(node: fx.Node, dim: int) -> int:
-    """How much of the end of a tensor is known to be zeros."""
-    zeros = 0
+        raise _Refused(_CUT)
+    whole = gathered.group_size * length
+    if -(-end // gathered.group_size) != length:
+        raise _Refused(_CUT, f"{whole - end} of {whole} rows")
+    dropped = min(max((rank + 1) * length - end, 0), length)
+    node, padded = gathered.shard, 0
     while node.op == "call_function":
         if is_padding(node):
-            before_last = 2 * (len(shape_of(node)) - 1 - dim)
+            before_last = 2 * (len(shape_of(node)) - 1 - step.dim)
             pads = node.args[1]
-            zeros += pads[before_last + 1] if before_last < len(pads) else 0  # type: ignore
+            padded += pads[before_last + 1] if before_last < len(pads) else 0  # type: ignore
         elif node.target not in CASTS and node.target is not aten.clone.default:
             break
         node = node.args[0]  # type: ignore[assignment]
-    return zeros
+    if dropped > padded:
+        raise _Refused(_CUT, f"{dropped} of {length} rows")
 
 
 # -- copies
@@ -231,13 +218,13 @@ def _uses(reader: Reader) -> list[tuple[fx.Node, int | None, Use]]:
     return found
 
 
-def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None, rank_in: RankIn) -> Copy:
+def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -> Copy:
     amax = _amax_of(gathered, scale)
     dtype: torch.dtype = reader.node.kwargs["dtype"]  # type: ignore[assignment]
     if amax is None or amax.casts != reader.casts or reduced_dim(amax) != dim:
         raise _Refused("scale is not the amax of the gathered tensor", scale.name)
     if dim is None:
-        return Copy({scale: amax}, dtype, amax.casts, None, False, _cut(gathered, amax, rank_in))
+        return Copy({scale: amax}, dtype, amax.casts, None, False)
     if amax.source is not reader.source:
         raise _Refused("scale is not the amax of the gathered tensor", scale.name)
     if any(step.kind == "pad" for step in amax.steps):
@@ -251,9 +238,7 @@ def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None, r
     axes = per_step[0]
     if len(axes) == len(shape):
         raise _Refused("one row that is all of the shard")
-    local = amax.gathered_dim not in axes
-    cut = None if local else _cut(gathered, amax, rank_in)
-    return Copy({scale: amax}, dtype, amax.casts, axes, local, cut)
+    return Copy({scale: amax}, dtype, amax.casts, axes, amax.gathered_dim not in axes)
 
 
 def reduced_dim(amax: Reader) -> int | None:
@@ -289,7 +274,6 @@ def _difference(copies: list[Copy]) -> str:
         parts["dtypes"].add(copy.dtype)
         parts["roundings"].add(copy.casts)
         parts["granularities"].add(copy.axes)
-        parts["ends"].add(copy.cut and copy.cut.end)
     return ", ".join(name for name, values in parts.items() if len(values) > 1) or "scales"
 
 

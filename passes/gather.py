@@ -176,7 +176,7 @@ def is_padding(node: fx.Node) -> bool:
 
 def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, ...], shard: tuple) -> None:
     """Collects what reads `node`, which is the gathered tensor after `steps`."""
-    moved = [step.kind for step in steps if step.kind not in ("cast", "copy")]
+    moved = [step.kind for step in steps if not _is_idle(step)]
     is_gathered = all(step.kind == "copy" for step in steps)
     pieces: Step | None = None
     for user in node.users:
@@ -198,6 +198,18 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
             gathered.others.append(user)
         else:
             _walk(gathered, wait, step.result, (*steps, step), shard)
+
+
+def _is_idle(step: Step) -> bool:
+    """Whether every element stays where it is, in a tensor of the same shape."""
+    if step.kind != "view":
+        return step.kind in ("cast", "copy")
+    return _has_shape_of(step.result, step.result.all_input_nodes[0])
+
+
+def _has_shape_of(node: fx.Node, other: fx.Node) -> bool:
+    shape, before = shape_of(node), shape_of(other)
+    return len(shape) == len(before) and all(map(is_same, shape, before))
 
 
 def _step(node: fx.Node, user: fx.Node) -> Step | None:

@@ -80,7 +80,7 @@ class Rewrite:
             source = local(prims.convert_element_type.default, source, dtype)
         matrix, dim = self._matrix(local, source, copy)
         once = self._inserter(self.anchor, copy.amax, once=True)
-        amax = self._amax(once, source, matrix, dim, copy)
+        amax = once(ops.amax, matrix, dim)
         if not copy.local:
             reduction = insert_reduction(once, amax, self.gathered.group)
             self.reductions.append(reduction)
@@ -138,20 +138,6 @@ class Rewrite:
         for size in shape[split:]:
             columns *= size
         return insert(aten.reshape.default, source, [-1, columns]), 1 if inner else 0
-
-    def _amax(
-        self, insert: Inserter, source: fx.Node, matrix: fx.Node, dim: int | None, copy: Copy
-    ) -> fx.Node:
-        """Of what is read of this rank's shard."""
-        if copy.cut is None or copy.cut.kept is None:
-            return insert(ops.amax, matrix, dim)
-        if copy.cut.kept == 0:
-            shape, device = shape_of(copy.amax.node), matrix.meta["val"].device
-            return insert(
-                aten.full.default, [*shape], 0.0, dtype=torch.float32, device=device, pin_memory=False
-            )
-        kept = insert(aten.slice.Tensor, source, copy.cut.dim, 0, copy.cut.kept)
-        return insert(ops.amax, self._matrix(insert, kept, copy)[0], dim)
 
     def _hoist(self, scale: fx.Node, amax: fx.Node) -> None:
         """Moves a scale, and what it takes to get there from the amax, to where the shard is cast."""

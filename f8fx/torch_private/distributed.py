@@ -45,8 +45,8 @@ def process_group(group: Any) -> Any:
 
 
 def group_rank(group: Any) -> int | None:
-    """This process's rank in the group that a collective names."""
-    found = process_group(group)
+    """This process's rank in the group that a collective names; ``None`` in graphs that are for all ranks."""
+    found = None if isinstance(group, fx.Node) else process_group(group)
     return None if found is None else found.rank()
 
 

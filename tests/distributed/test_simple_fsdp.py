@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -323,27 +322,6 @@ def check_nan_and_inf_are_not_hidden():
                 outputs.append(compiled(model, wire=wire)(randn(2, 16, 128)).detach())
         assert outputs[0].isnan().all()
         assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
-
-
-def check_an_end_that_is_dropped():
-    """Whatever it holds: it may be a part of one rank's shard, all of it, or parts of several shards."""
-    group = mesh().get_group()
-    shard, x = randn(32, 64, grad=False, seed=1 + dist.get_rank()), randn(16, 64, grad=False, seed=3)
-
-    def rows(x, shard, end):
-        return nn.functional.linear(x, all_gather_tensor(shard, 0, group)[:end])
-
-    def columns(x, shard, end):
-        return x[:, :end] @ all_gather_tensor(shard, 0, group)[:end]
-
-    for end in (63, 20):
-        shard[max(end - 32 * dist.get_rank(), 0) :] = float("nan")
-        for layer, recipe in itertools.product((rows, columns), ("tensorwise", "rowwise")):
-            found = []
-            for wire in ("auto", "off"):
-                with torch.no_grad(), moving(1 if wire == "auto" else 0):
-                    found.append(compiled(layer, recipe=recipe, wire=wire, strict=True)(x, shard, end))
-            assert found[0].isfinite().all() and torch.equal(*found), (end, layer, recipe)
 
 
 def check_inference():

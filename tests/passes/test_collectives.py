@@ -16,11 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import f8fx
 from f8fx import ops
-from f8fx.passes import Collectives, Pipeline, check, describe
+from f8fx.passes import Collectives, Pipeline, check, collectives, describe
 from f8fx.passes.rewrite import Provenance
 from f8fx.report import GraphReport, Traffic
 from f8fx.show import print_report
-from f8fx.torch_private import fake_tensor_mode
+from f8fx.torch_private import fake_tensor_mode, group_rank
 from tests.helpers import bf16
 
 aten = torch.ops.aten
@@ -926,68 +926,6 @@ def test_another_rank_pads_and_this_one_does_not():
     assert_moves(f, (16, 64), (21, 64), recipe="rowwise")
 
 
-def amaxes_of_weight(rank, fn, *shapes, **kwargs):
-    """What is reduced over ranks of the shard ``w``, or of the first cast of it, on one rank."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-    text = assert_moves(fn, *shapes, **kwargs)
-    before, _, _ = text.partition("view: i32[")
-    return [line for line in before.splitlines() if "_1: bf16" not in line]
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_more_than_padding_is_dropped(recipe):
-    """Rank 1 has rows 16 to 31, and only 20 are read; all ranks move it, each with the amax of what is read of its own."""
-
-    def f(x, w):
-        return x @ gather(w)[:20]
-
-    dim, of = ("None", "f32[]") if recipe == "tensorwise" else ("0", "f32[64]")
-    reduced = [amaxes_of_weight(rank, f, (16, 20), (16, 64), recipe=recipe)[-2:] for rank in range(4)]
-    assert reduced[0][-1] == f"amax: {of} = f8fx.amax(w_1, {dim})"
-    assert reduced[1] == ["slice: bf16[4,64] = slice(w_1, 0, 0, 4)", f"amax: {of} = f8fx.amax(slice, {dim})"]
-    for rank in (2, 3):
-        assert (
-            reduced[rank][-1] == f"full: {of} = full({of[3:]}, 0.0, dtype=f32, device=cpu, pin_memory=False)"
-        )
-
-
-def test_rows_with_scales_of_their_own_may_be_dropped():
-    """No other rank reads their amaxes, nor this one."""
-
-    def f(x, w):
-        return x @ gather(w)[:20].t()
-
-    for rank in range(4):
-        dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-        text = assert_moves(f, (16, 64), (16, 64), recipe="rowwise")
-        assert "f8fx.amax(w_1, 1)" in text
-
-
-def test_padding_that_is_not_zeros():
-    """Rank 3 leaves it out; another, whose shard ends where its rows do, need not."""
-
-    def f(x, w):
-        return x @ gather(aten.constant_pad_nd(w, [0, 0, 0, 2], 5.0))[:90].t()
-
-    reduced = [amaxes_of_weight(rank, f, (16, 64), (21, 64)) for rank in (3, 2)]
-    assert reduced[0][-2].endswith("= slice(rounded, 0, 0, 21)")
-    assert reduced[1][-1] == "amax: f32[] = f8fx.amax(rounded, None)"
-
-
-def test_the_last_columns_are_dropped():
-    """Of shards side by side; rank 3 has no column that is read."""
-
-    def f(x, w):
-        return x @ side_by_side(w, 1)[:, :40].t()[:40]
-
-    (*_, last) = amaxes_of_weight(2, f, (16, 40), (32, 16))
-    assert last == "amax: f32[] = f8fx.amax(slice, None)"
-    (*_, last) = amaxes_of_weight(3, f, (16, 40), (32, 16))
-    assert last == "full: f32[] = full([], 0.0, dtype=f32, device=cpu, pin_memory=False)"
-
-
 def test_what_is_moved_stays_bucketable():
     """Inductor joins the float8 gathers of a group into one."""
     from torch._inductor.fx_passes.bucketing import bucket_all_gather
@@ -1186,20 +1124,57 @@ def test_stays_when_something_else_is_made_of_it(name):
     assert_stays(("no float8 matmul reads it", operator), f, (16, 288), shape)
 
 
-def test_stays_when_readers_leave_out_more_and_less():
-    """Their amaxes differ, though here only another rank could tell."""
+def test_stays_when_more_than_padding_is_dropped():
+    """Rank 1 has rows 16 to 31, and only 20 are read: rank 0, which has all of its own, is not to move it either."""
 
     def f(x, w):
-        whole = gather(w)
-        return x @ whole[:90].t(), x @ whole[:50].t()
+        return x @ gather(w)[:20].t()
 
-    assert_stays(("its readers need different float8 copies", "ends"), f, (16, 64), (23, 64))
+    for rank in (1, 0):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        detail = "44 of 64 rows"
+        assert_stays(
+            ("the end of it is dropped, and may be more than padding", detail), f, (16, 64), (16, 64)
+        )
 
 
-def test_stays_when_the_rank_is_not_known(monkeypatch):
-    monkeypatch.setattr("f8fx.passes.collectives.group_rank", lambda group: None)
-    reason = "the end of it is dropped, of a length that is known only at run time"
+@pytest.mark.parametrize(("pads", "value"), [([0, 0, 0, 2], 5.0), ([0, 16], 0.0), ([0, 16, 2, 0], 0.0)])
+def test_stays_when_the_padding_is_not_zeros(pads, value):
+    """Or when it is not of what is dropped: of columns, or in front."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    rows = 23 - sum(pads[2:])
+
+    def f(x, w):
+        return x @ gather(aten.constant_pad_nd(w, pads, value))[:90].t()
+
+    reason = "the end of it is dropped, and may be more than padding"
+    assert_stays((reason, "2 of 23 rows"), f, (16, 64 + pads[1]), (rows, 64))
+
+
+def test_padding_before_a_cast():
+    """Zeros stay zeros."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+
+    def f(x, w):
+        return x.to(bf16) @ gather(aten.constant_pad_nd(w, [0, 0, 0, 2], 0.0).to(bf16).clone())[:90].t()
+
+    assert_moves(f, (16, 64), (21, 64), dtype=torch.float32)
+
+
+def test_stays_where_one_graph_is_for_all_ranks(monkeypatch):
+    """It names no group, and what this rank knows of its padding says nothing of another's."""
+    assert group_rank(fx.Graph().placeholder("group")) is None
+    monkeypatch.setattr(collectives, "group_rank", lambda group: None)
+    reason = "the end of it is dropped, and may be more than padding"
     assert_stays((reason, ""), lambda x, w: x @ gather(w)[:90].t(), (16, 64), (23, 64))
+
+
+def test_a_view_of_the_same_shape_is_no_movement():
+    """As DTensor makes them; what comes behind is still unpadding."""
+    assert_moves(lambda x, w: x @ gather(w).view(92, 64)[:90].t(), (16, 64), (23, 64))
 
 
 def test_stays_when_float8_has_no_fewer_bytes():
