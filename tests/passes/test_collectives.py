@@ -1166,7 +1166,9 @@ def test_padding_before_a_cast():
 
 def test_stays_where_one_graph_is_for_all_ranks(monkeypatch):
     """It names no group, and what this rank knows of its padding says nothing of another's."""
-    assert group_rank(fx.Graph().placeholder("group")) is None
+    group = fx.Graph().placeholder("group")
+    group.meta["val"] = dist.group.WORLD
+    assert group_rank(group) is None and group_rank(dist.group.WORLD.group_name) == 1
     monkeypatch.setattr(collectives, "group_rank", lambda group: None)
     reason = "the end of it is dropped, and may be more than padding"
     assert_stays((reason, ""), lambda x, w: x @ gather(w)[:90].t(), (16, 64), (23, 64))
