@@ -141,7 +141,7 @@ def key_local_tensors(kind: type[torch.Tensor]) -> None:
 
 
 def place_in_mesh(tensor: torch.Tensor) -> list[Any]:
-    """What this process has of a DTensor: its placements, the coordinates in its mesh and the names of that's groups.
+    """What this process has of a DTensor: its placements, its coordinates in the mesh and the names of the mesh's groups.
 
     Of other tensors, nothing.
 
