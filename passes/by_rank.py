@@ -31,7 +31,7 @@ from f8fx.torch_private import c10d
 
 from .fake import set_value
 from .operand import is_same, shape_of
-from .rewrite import MARKS, Inserter
+from .rewrite import Inserter
 
 aten = torch.ops.aten
 
@@ -108,11 +108,10 @@ def reorder(graph: fx.Graph, scatter: fx.Node, gemm: fx.Node, sent: Sent) -> boo
     if chain is None or any(user.target is not c10d.wait_tensor.default for user in scatter.users):
         return False
     insert = Inserter(graph, gemm, left.meta["f8fx"], marked=False)
-    marks = {key: left.meta[key] for key in MARKS if key in left.meta}
     apart = [prod(shape[: sent.dim]), ranks, rows // ranks // prod(shape[: sent.dim])]
-    gemm.update_arg(0, _turned(insert, left, apart, marks))
+    gemm.update_arg(0, _turned(insert, left, apart))
     if scale.meta["val"].numel() > 1:
-        gemm.update_arg(2, _turned(insert, scale, apart, marks, strides=[1, 1]))
+        gemm.update_arg(2, _turned(insert, scale, apart, strides=[1, 1]))
     scatter.replace_input_with(scatter.args[0], gemm)  # type: ignore[arg-type]
     set_value(scatter)
     scattered = [*shape]
@@ -152,7 +151,6 @@ def _turned(
     insert: Inserter,
     matrix: fx.Node,
     apart: list[int],
-    marks: dict[str, Any],
     strides: list[int] | None = None,
 ) -> fx.Node:
     """The rows of a matrix by rank, then by batch."""
@@ -160,12 +158,8 @@ def _turned(
         return matrix
     rows, columns = shape_of(matrix)
     node = insert(aten.view.default, matrix, [*apart, columns])
-    made = [node, insert(aten.permute.default, node, [1, 0, 2, 3])]
-    made.append(insert(aten.clone.default, made[-1], memory_format=torch.contiguous_format))
+    node = insert(aten.permute.default, node, [1, 0, 2, 3])
+    node = insert(aten.clone.default, node, memory_format=torch.contiguous_format)
     # Inductor's matcher looks through `view`, to the operand in its former order
-    made.append(insert(aten._unsafe_view.default, made[-1], [rows, columns]))
-    if strides is not None:
-        made.append(insert(aten.as_strided.default, made[-1], [rows, columns], strides))
-    for node in made:
-        node.meta.update(marks)
-    return made[-1]
+    node = insert(aten._unsafe_view.default, node, [rows, columns])
+    return node if strides is None else insert(aten.as_strided.default, node, [rows, columns], strides)

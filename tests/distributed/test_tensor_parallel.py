@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -144,19 +145,26 @@ def check_sequence_parallel():
     compare(lambda: parallel(Net(), tp_mesh()), moved=4)
 
 
-def check_rows_in_the_order_they_are_sent():
-    """Of the gemms in front of scatters: of each layer's output, and of the gradients of its two inputs. The same bits."""
-    found, turned = [], []
+@contextmanager
+def watched_rows():
+    """Whether gemms in front of scatters compute their rows in another order."""
+    turned = []
 
     def watched(*args):
         turned.append(by_rank.reorder(*args))
         return turned[-1]
 
-    for reorder in (watched, lambda *args: False):
-        with mock.patch("f8fx.passes.async_tp.reorder", reorder):
-            found.append(steps(parallel(Net(), tp_mesh()), dist.get_rank()))
+    with mock.patch("f8fx.passes.async_tp.reorder", watched):
+        yield turned
+
+
+def check_rows_in_the_order_they_are_sent():
+    """Of the gemms in front of scatters: of each layer's output, and of the gradients of its two inputs. The same bits."""
+    with watched_rows() as turned:
+        found = steps(parallel(Net(), tp_mesh()), dist.get_rank())
     assert turned == [True] * 6
-    assert_same(*found)
+    with mock.patch("f8fx.passes.async_tp.reorder", lambda *args: False):
+        assert_same(found, steps(parallel(Net(), tp_mesh()), dist.get_rank()))
 
 
 def check_one_long_sequence():
@@ -177,11 +185,12 @@ def check_batches_of_any_size():
     for wire in ("uint8", "off"):
         model, x = parallel(Net(depth=1), tp_mesh()), randn(4, 16, 64, seed=dist.get_rank())
         torch._dynamo.mark_dynamic(x, 0)
-        with recording() as reports:
+        with recording() as reports, watched_rows() as turned:
             y = compiled(model, wire=wire, dynamic=None)(x)
             y.backward(randn(*y.shape, grad=False, seed=9))
         assert [gather.moved for gather in reports[0].gathers] == [wire == "uint8"] * 2, reports[0].gathers
         outputs.append({"output": y.detach(), "input grad": x.grad})
+        assert turned == [False] * 3
     assert_same(*outputs)
 
 

@@ -176,9 +176,15 @@ def gathered(x, w):
     return scattered(layer(whole, w))
 
 
+def not_waited_for(x, w):
+    y = layer(x, w)
+    return c10d.reduce_scatter_tensor(torch.cat(torch.split(y, y.shape[1] // 4, 1)), "sum", 4, "0")
+
+
 @pytest.mark.parametrize(
     "fn",
     [
+        not_waited_for,
         read_twice,
         piece_read_twice,
         in_another_order,
@@ -194,6 +200,22 @@ def gathered(x, w):
 def test_stays(fn):
     assert not stays(lambda x, w: scattered(layer(x, w)), (2, 8, 32), (48, 32))
     assert stays(fn, (2, 8, 32), (48, 32))
+
+
+def test_pieces_side_by_side_stay():
+    """That is the result again, of which each rank is sent whole sequences."""
+
+    def f(x, w):
+        whole = torch.cat(torch.split(layer(x, w), 2, 1), 1)
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(whole, "sum", 4, "0"))
+
+    assert stays(f, (4, 8, 32), (48, 32))
+
+
+def test_rows_that_are_in_order_are_sent_as_they_are():
+    graph = graph_of(row_stacked, (1, 1, 8, 32), (48, 32))
+    passed(graph)
+    assert not turned(graph) and not graph.find_nodes(op="call_function", target=aten.cat.default)
 
 
 def test_what_was_gathered_stays():
