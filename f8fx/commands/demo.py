@@ -86,10 +86,13 @@ def run(args: argparse.Namespace) -> int:
         # Ctrl-C ends a rank that waits in a collective too, at once; whoever launched it says so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return train.main(args)
+        code = train.main(args)
     except FileNotFoundError as error:
         print(f"f8fx demo: {error}", file=sys.stderr)
-        return 1
+        code = 1
+    if distributed.launched():
+        distributed.leave(code)
+    return code
 
 
 def _positive(text: str) -> int:

@@ -56,6 +56,25 @@ def test_two_ranks_train_in_both(tmp_path: Path):
         assert results[name]["gathered_bytes"] == gathered
 
 
+def test_a_rank_leaves_before_python_is_taken_down():
+    """Threads that hold tensors then may be ended with the whole process. What is registered for its end is done."""
+    code = """
+import atexit
+from f8fx.demo.distributed import leave
+
+class Held:
+    def __del__(self):
+        print("taken down")
+
+held = Held()
+atexit.register(print, "registered")
+print("said")
+leave(3)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout.splitlines()) == (3, ["said", "registered"])
+
+
 @pytest.mark.long
 def test_a_rank_that_fails_ends_the_demo(tmp_path: Path):
     (tmp_path / "out" / "results.json").mkdir(parents=True)  # which the first rank writes at the end
