@@ -8,12 +8,12 @@ gloo on CPU, NCCL on CUDA.
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from os import _exit
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
@@ -55,15 +55,14 @@ def launched() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a rank's process with an exit code, at once after what was registered for its end.
+    """Ends a rank's process with an exit code, at once.
 
     Threads of gloo outlive the process group where something holds it still. One of them that frees a tensor while Python
     is being taken down is ended by ``std::terminate``: "terminate called without an active exception", exit code -6.
     """
-    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    _exit(code)
 
 
 @dataclass(frozen=True)

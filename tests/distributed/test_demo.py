@@ -57,9 +57,8 @@ def test_two_ranks_train_in_both(tmp_path: Path):
 
 
 def test_a_rank_leaves_before_python_is_taken_down():
-    """Threads that hold tensors then may be ended with the whole process. What is registered for its end is done."""
+    """Threads that hold tensors then may be ended with the whole process. What was said is not lost."""
     code = """
-import atexit
 from f8fx.demo.distributed import leave
 
 class Held:
@@ -67,12 +66,11 @@ class Held:
         print("taken down")
 
 held = Held()
-atexit.register(print, "registered")
 print("said")
 leave(3)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (run.returncode, run.stdout.splitlines()) == (3, ["said", "registered"])
+    assert (run.returncode, run.stdout.splitlines()) == (3, ["said"])
 
 
 @pytest.mark.long
