@@ -86,7 +86,7 @@ def reorder(graph: fx.Graph, scatter: fx.Node, gemm: fx.Node, sent: Sent) -> boo
     """Whether a gemm computes its rows as they are sent, from now on.
 
     Not where something else reads the result, where the operand is no cast (a gathered one is in memory as it is),
-    or where copying it would take longer than copying the result.
+    or where a row of it has more bytes than one of the result.
     """
     shape: list[Any] = [*shape_of(sent.value)]
     ranks: Any = scatter.args[2]

@@ -57,8 +57,8 @@ def launched() -> bool:
 def leave(code: int) -> NoReturn:
     """Ends a rank's process with an exit code, at once.
 
-    Threads of gloo outlive the process group where something holds it still. One of them that frees a tensor while Python
-    is being taken down is ended by ``std::terminate``: "terminate called without an active exception", exit code -6.
+    A rank that had trained to its end was seen to die while Python was taken down: "terminate called without an active
+    exception", exit code -6. It is what becomes of a thread, such as gloo's, that asks for Python then.
     """
     sys.stdout.flush()
     sys.stderr.flush()
