@@ -37,7 +37,7 @@ from .backward import backward_nodes
 from .columns import column_sums, inputs_of, is_over_rows, side_by_side
 from .in_memory import is_in_memory
 from .one_read import ends_in
-from .operand import SAME_ORDER, flat_base, is_same, readers, shape_of
+from .operand import SAME_ORDER, flat_base, is_same_shape, readers, shape_of
 
 aten = torch.ops.aten
 
@@ -103,17 +103,14 @@ class _Match:
 
     def inputs(self, shape: Sequence[int | torch.SymInt] | None = None) -> set[Hashable]:
         """What the parts, or those of one shape, are computed from."""
-        return set().union(*(own for part, own in self.parts if shape is None or _has_shape(part, shape)))
+        return set().union(
+            *(own for part, own in self.parts if shape is None or is_same_shape(shape_of(part), shape))
+        )
 
 
 def _has_rows_of_known_length(node: fx.Node) -> bool:
     rows, columns = shape_of(node)
     return statically_true(rows > 0) and type(columns) is int and columns > 0
-
-
-def _has_shape(node: fx.Node, shape: Sequence[int | torch.SymInt]) -> bool:
-    own = shape_of(node)
-    return len(own) == len(shape) and all(map(is_same, own, shape))
 
 
 def _amax_of(scale: fx.Node, source: fx.Node, dim: int) -> fx.Node | None:

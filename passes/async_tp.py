@@ -27,7 +27,7 @@ from torch import fx
 from f8fx.torch_private import c10d
 
 from .by_rank import reorder, sent_by
-from .operand import SAME_ORDER, flat_base, is_same, shape_of
+from .operand import SAME_ORDER, flat_base, is_same, is_same_shape, shape_of
 from .rewrite import Inserter, Provenance
 
 aten = torch.ops.aten
@@ -68,8 +68,7 @@ def _expose(graph: fx.Graph, gemm: fx.Node, sent: fx.Node) -> bool:
     if len(sizes) == 2:
         return flat_base(left) is left
     if flat_base(left) is not left:
-        before = shape_of(left.args[0])
-        return left.target in _VIEWS and len(before) == len(sizes) and all(map(is_same, before, sizes))
+        return left.target in _VIEWS and is_same_shape(shape_of(left.args[0]), sizes)
     if all(isinstance(size, int) for size in sizes):
         provenance: Provenance = gemm.meta["f8fx"]
         insert = Inserter(graph, gemm, provenance)

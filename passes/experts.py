@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from .left import GROUPED_DYNAMIC, GROUPED_FORM, GROUPED_GRADIENT
-from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, permutation, shape_of
+from .operand import CASTS, PERMUTES, SAME_ORDER, is_same_shape, permutation, shape_of
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def trace_matrices(node: fx.Node, is_quantized: Callable[[fx.Node], bool]) -> tu
         elif node.target in CASTS:
             if not is_quantized(source):
                 break
-        elif node.target not in SAME_ORDER or not _is_alike(node, source):
+        elif node.target not in SAME_ORDER or not is_same_shape(shape_of(node), shape_of(source)):
             break
         node = source
     return node, transposed
@@ -91,8 +91,3 @@ def stacked(node: fx.Node) -> tuple[fx.Node, int] | None:
 def _argument(node: fx.Node, name: str) -> Any:
     position = _ARGUMENTS.index(name)
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
-
-
-def _is_alike(node: fx.Node, source: fx.Node) -> bool:
-    own, other = shape_of(node), shape_of(source)
-    return len(own) == len(other) and all(map(is_same, own, other))

@@ -28,7 +28,16 @@ from f8fx.torch_private import overwritten_inputs
 from . import fqn
 from .backward import backward_nodes
 from .fake import view_of
-from .operand import PERMUTES, SAME_ORDER, input_of, is_part_of, is_same, repeated_matrix, shape_of
+from .operand import (
+    PERMUTES,
+    SAME_ORDER,
+    input_of,
+    is_part_of,
+    is_same,
+    is_same_shape,
+    repeated_matrix,
+    shape_of,
+)
 from .parameters import of_parameters
 from .rewrite import MARKS, Inserter, Provenance, erase_unused
 
@@ -119,7 +128,7 @@ def _unexpanded(x: fx.Node) -> fx.Node:
     while x.op == "call_function" and (x.target in SAME_ORDER or x.target is aten.expand.default):
         source = x.args[0]
         assert isinstance(source, fx.Node)
-        if len(shape_of(source)) != 3 or not all(map(is_same, shape_of(source), shape_of(x))):
+        if len(shape_of(source)) != 3 or not is_same_shape(shape_of(source), shape_of(x)):
             break
         x = source
     return x

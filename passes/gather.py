@@ -29,7 +29,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
-from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, permutation, shape_of
+from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, is_same_shape, permutation, shape_of
 
 aten = torch.ops.aten
 
@@ -204,12 +204,7 @@ def _is_idle(step: Step) -> bool:
     """Whether every element stays where it is, in a tensor of the same shape."""
     if step.kind != "view":
         return step.kind in ("cast", "copy")
-    return _has_shape_of(step.result, step.result.all_input_nodes[0])
-
-
-def _has_shape_of(node: fx.Node, other: fx.Node) -> bool:
-    shape, before = shape_of(node), shape_of(other)
-    return len(shape) == len(before) and all(map(is_same, shape, before))
+    return is_same_shape(shape_of(step.result), shape_of(step.result.all_input_nodes[0]))
 
 
 def _step(node: fx.Node, user: fx.Node) -> Step | None:
@@ -233,14 +228,16 @@ def _is_copied(node: fx.Node, user: fx.Node) -> bool:
         return False
     before, after = node.meta["val"], user.meta["val"]
     alike = before.dtype == after.dtype and before.device == after.device
-    return alike and after.is_contiguous() and all(map(is_same, shape_of(node), shape_of(user)))
+    return alike and after.is_contiguous() and is_same_shape(after.shape, before.shape)
 
 
 def _is_whole(node: fx.Node, user: fx.Node) -> bool:
     """Whether a slice is all of its input, as DTensor makes them of sizes over 256: it compares sizes by ``is``."""
-    if user.target is not aten.slice.Tensor or user.args[0] is not node:
-        return False
-    return all(map(is_same, shape_of(node), shape_of(user)))
+    return (
+        user.target is aten.slice.Tensor
+        and user.args[0] is node
+        and is_same_shape(shape_of(user), shape_of(node))
+    )
 
 
 def _reassembled(gathered: fx.Node, user: fx.Node, size: int, shard: tuple) -> Step | None:
@@ -325,7 +322,7 @@ def shard_axes(reader: Reader, dim: int) -> list[frozenset[int]] | None:
 
 def _through_view(axes: frozenset[int], before: tuple, after: tuple) -> frozenset[int] | None:
     """The dimensions of the input that are those of the output, or None if they are not whole ones."""
-    if len(before) == len(after) and all(map(is_same, before, after)):
+    if is_same_shape(before, after):
         return axes
     covered: set[int] = set()
     sources: set[int] = set()

@@ -13,7 +13,7 @@ dimensions (a transpose); anything else ends the walk. What is left is exact: th
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -72,6 +72,11 @@ def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return str(a) == str(b)
 
 
+def is_same_shape(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """Whether two shapes are known to be equal, without adding a guard."""
+    return len(a) == len(b) and all(map(is_same, a, b))
+
+
 def is_pointwise(node: fx.Node) -> bool:
     """Whether torch says that an operator computes each element from those at its place."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -84,10 +89,7 @@ def is_elementwise(node: fx.Node) -> bool:
     if len(values) != 3:
         return False
     shape, dtype = values[0].shape, values[0].dtype
-    return all(
-        value.dtype == dtype and value.dim() == len(shape) and all(map(is_same, value.shape, shape))
-        for value in values
-    )
+    return all(value.dtype == dtype and is_same_shape(value.shape, shape) for value in values)
 
 
 def readers(node: fx.Node, through: Collection[Any]) -> set[fx.Node]:
@@ -217,9 +219,9 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
         if len(shape) < 2:
             continue
         units = (1,) * (len(shape) - 2)
-        if all(map(is_same, shape, units + expected)):
+        if is_same_shape(shape, units + expected):
             best, best_transposed = current, transposed
-        elif all(map(is_same, shape, units + expected[::-1])) and (is_same(rows, 1) or is_same(columns, 1)):
+        elif is_same_shape(shape, units + expected[::-1]) and (is_same(rows, 1) or is_same(columns, 1)):
             # [n, 1] and [1, n] hold the same elements in the same order: either is the other's transpose
             best, best_transposed = current, not transposed
     return best, best_transposed
@@ -247,7 +249,7 @@ def repeated_matrix(expanded: fx.Node) -> tuple[fx.Node, bool] | None:
             return None
         node = source
         shape = shape_of(node)
-        if len(shape) < 2 or not all(map(is_same, shape[-2:], sizes)):
+        if not is_same_shape(shape[-2:], sizes):
             return None
         if len(shape) == 2:
             return (node, transposed) if is_expanded else None

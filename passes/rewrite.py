@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8fx import ops
 
 from .fake import set_value, set_value_by_layout
-from .operand import is_same, is_view
+from .operand import is_same, is_same_shape, is_view
 
 #: Checkpointing's: whether a node is recomputed, and with which region.
 MARKS = ("recompute", "ac_graph_id")
@@ -116,9 +116,7 @@ def refresh_views(node: fx.Node) -> None:
 def _is_alike(old: fx.Node, new: fx.Node) -> bool:
     a, b = old.meta["val"], new.meta["val"]
     return (
-        a.dtype == b.dtype
-        and len(a.shape) == len(b.shape)
-        and all(map(is_same, (*a.shape, *a.stride()), (*b.shape, *b.stride())))
+        a.dtype == b.dtype and is_same_shape(a.shape, b.shape) and all(map(is_same, a.stride(), b.stride()))
     )
 
 

@@ -970,6 +970,11 @@ def test_stays_when_it_is_written_to_a_tensor_of_another_kind():
 
     assert_stays(why, turned, (16, 64), (24, 64))
 
+    def repeated(x, w):
+        return x @ aten.copy.default(w.new_empty(64, 64, 64), gather(w)).view(4096, 64).t()
+
+    assert_stays(why, repeated, (16, 64), (16, 64))
+
 
 def test_gathers_of_gathers_into_tensors():
     """As of a weight that is sharded over two dimensions of a mesh."""
