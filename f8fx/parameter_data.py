@@ -30,9 +30,12 @@ class Installation:
     ) -> None:
         native = inspect.getattr_static(nn.Parameter, "data")
 
+        # what Dynamo runs between two graphs is not to be compiled for it
+        @torch.compiler.disable
         def read(parameter: Tensor) -> Tensor:
             return on_read(parameter, native.__get__(parameter, type(parameter)))
 
+        @torch.compiler.disable
         def write(parameter: Tensor, value: Tensor) -> None:
             native.__set__(parameter, value)
             on_set(parameter, value)

@@ -656,6 +656,52 @@ def test_a_step_that_fails_halfway():
     assert torch.equal(infer(f8, x), uncached(model, x))
 
 
+def test_data_between_two_graphs_is_read_and_set_without_compiling_for_it():
+    """As hooks do that keep weights in a smaller dtype between two calls; behind a graph break Dynamo sees them."""
+    seen = []
+
+    def run(weights):
+        model = Net()
+
+        def stored(x):
+            torch._dynamo.graph_break()
+            model.first.weight.data = model.first.weight.data.to(bf16)
+            out = model(x)
+            torch._dynamo.graph_break()
+            model.first.weight.data = model.first.weight.data.to(torch.float16)
+            return out
+
+        with recording() as reports:
+            torch._dynamo.reset()
+            frames = torch._dynamo.utils.counters["frames"]
+            frames.clear()
+            f8 = compiled(stored, weights=weights, fullgraph=False)
+            outs = [infer(f8, x16()) for _ in range(3)]
+        seen.append((frames["total"], len(reports)))
+        return outs
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = run("dynamic")
+        torch.manual_seed(0)
+        for out, plain in zip(run("cached"), expected, strict=True):
+            assert torch.equal(out, plain)
+    assert seen[0] == seen[1]
+
+
+def test_data_read_and_set_in_a_graph():
+    model = Net()
+    infer(compiled(model, weights="cached"), x16())  # the property stands
+
+    def f(x):
+        model.first.weight.data = model.first.weight.data * 2
+        return x @ model.first.weight.data.t()
+
+    x = x16()
+    expected = x @ (model.first.weight.detach() * 2).t()
+    assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x), expected)
+
+
 @pytest.mark.parametrize("alias", [lambda p: p.detach(), lambda p: p.data])
 def test_a_frozen_model_minds_the_optimizer_of_one_on_its_memory(alias):
     trained = Net()
