@@ -111,6 +111,8 @@ class _Likeness(NamedTuple):
         return "checkpointed differently" if self != other else ""
 
 
+#: Runs of layers that could be one, each of which is looked at by itself.
+Parted = Callable[[Members], Sequence[Members]]
 #: Ways to make gemms of layers that could be one, the best first; given whether their gradients are merged too.
 Ways = Callable[[Members, bool], Sequence[Sequence[Members]]]
 
@@ -118,6 +120,7 @@ Ways = Callable[[Members, bool], Sequence[Sequence[Members]]]
 def families(
     choices: Sequence[Choice],
     backward: Set[fx.Node],
+    parted: Parted,
     ways: Ways,
 ) -> list[Family | Apart]:
     """What becomes of all layers that read one input, of those at least that are converted.
@@ -143,9 +146,9 @@ def families(
             kept[gemm.layer].append(gemm)
     found: list[Family | Apart] = []
     summed: set[fx.Node] = set()
-    for group in groups.values():
-        members = _distinct_weights(group)
+    for members in (run for group in groups.values() for run in _runs(_distinct_weights(group), parted)):
         if len(members) < 2:
+            found.append(_apart(members, "its result would be in memory for too long"))
             continue
         members = settled(members)
         trains = any(gradients.get((member.gemm.node, role)) for member in members for role in _GRADIENTS)
@@ -164,6 +167,10 @@ def families(
     for siblings in readers.values():
         found += _alone(siblings, groups, judged)
     return found
+
+
+def _runs(members: Members, parted: Parted) -> Sequence[Members]:
+    return parted(members) if len(members) > 1 else ()
 
 
 def _apart_where_sums_overlap(found: Iterable[Family | Apart], summed: set[fx.Node]) -> list[Family | Apart]:

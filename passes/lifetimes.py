@@ -4,6 +4,11 @@ A slice of a merged product keeps all of the product alive. Where only some of t
 (v of q, k and v: of the others RoPE's results are), those are copied out, so that no byte more is saved. A copy costs a
 read and a write. Where that is more than two gemms instead of one cost, as for blocks whose attention and feed-forward
 read one norm (GPT-J, Falcon, Cohere), the layers are parted by the lifetimes of their results.
+
+And one gemm computes all its results before the first is read. Of q, k and v, read together, that is no matter; where every block of
+a decoder projects one encoder's output to keys and values (Whisper, T5), or one embedding of the time step (DiT), all blocks' would be
+in memory at once, and in the backward all their gradients, where there was one's at a time. Such layers are parted into runs of
+:data:`AT_ONCE` bytes (:func:`parted`).
 """
 
 from __future__ import annotations
@@ -38,6 +43,9 @@ _BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_st
 
 Members = Sequence[Convert]
 
+#: Bytes of results and float8 weights that layers become one for, though what reads the first ones' does not wait for the last ones'.
+AT_ONCE = 1 << 28
+
 
 def copied_out(members: Members, backward: Set[fx.Node]) -> frozenset[fx.Node]:
     """The matmuls whose slice must not be a view of the merged product.
@@ -56,6 +64,60 @@ def copied_bytes(members: Members, copied: frozenset[fx.Node]) -> int:
     """The size of those slices."""
     gemms = [conversion.gemm for conversion in members if conversion.gemm.node in copied]
     return sum(int(size_hint(gemm.m) or 0) * int(gemm.n) * gemm.dtype.itemsize for gemm in gemms)
+
+
+def parted(members: Members, backward: Set[fx.Node]) -> list[Members]:
+    """Layers that could be one, in runs of no more than :data:`AT_ONCE` bytes, or of twice what is needed at a time anyway."""
+    if sum(map(_bytes, members)) <= AT_ONCE:
+        return [members]
+    together = _read_together(members, backward)
+    sizes = [sum(map(_bytes, each)) for each in together]
+    most = max(AT_ONCE, 2 * max(sizes))
+    runs: list[list[Convert]] = []
+    room = 0
+    for each, size in zip(together, sizes, strict=True):
+        if size > room:
+            runs.append([])
+            room = most
+        runs[-1] += each
+        room -= size
+    return list(runs)
+
+
+def _bytes(conversion: Convert) -> int:
+    """Of a result and a float8 weight."""
+    gemm = conversion.gemm
+    m, k, n = (int(size_hint(size) or 0) for size in (gemm.m, gemm.k, gemm.n))
+    return m * n * gemm.dtype.itemsize + k * n
+
+
+def _read_together(members: Members, backward: Set[fx.Node]) -> list[list[Convert]]:
+    """Parts the layers where an operator that no kernel of Inductor computes has read what comes before, but not what comes after."""
+    together: list[list[Convert]] = []
+    seen: set[fx.Node] = set()
+    waiting: set[fx.Node] = set()
+    for conversion in members:
+        node = conversion.gemm.node
+        todo, waiting, is_read = list(waiting), set(), not together
+        while todo:
+            source = todo.pop()
+            for reader in readers_of_memory(source, _KEPT_WHOLE):
+                if reader in seen or reader in backward:
+                    continue
+                if not reader < node:
+                    waiting.add(source)
+                    continue
+                seen.add(reader)
+                if _is_fusible(reader):
+                    todo.append(reader)
+                else:
+                    is_read = True
+        if is_read:
+            together.append([])
+            waiting.clear()
+        together[-1].append(conversion)
+        waiting.add(node)
+    return together
 
 
 def partitions(

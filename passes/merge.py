@@ -52,7 +52,7 @@ from .bias import side_by_side
 from .choice import Choice, Convert, current, reading
 from .family import Apart, Family, families, gemms, users_between
 from .gemm import Gemm
-from .lifetimes import Members, partitions, reads_by_strides
+from .lifetimes import Members, parted, partitions, reads_by_strides
 from .merge_worth import Paying, judged, merge_decision, noted
 from .operand import CASTS, SAME_ORDER, shape_of
 from .rewrite import Inserter, Provenance
@@ -104,11 +104,14 @@ class Merge:
     def _families(self, graph: fx.Graph, choices: Sequence[Choice]) -> list[Family | Apart]:
         backward = {node for node in backward_nodes(graph) if node.op != "output"}
 
+        def runs(members: Members) -> Sequence[Members]:
+            return parted(members, backward) if self.mode == "auto" else [members]
+
         def ways(members: Members, trains: bool) -> Sequence[Sequence[Members]]:
             model = self.model_of(members[0].gemm.device)
             return partitions(members, backward, trains, model) if self.mode == "auto" else [[members]]
 
-        return families(choices, backward, ways)
+        return families(choices, backward, runs, ways)
 
     def _outcome(self, found: Family | Apart) -> Paying | Apart:
         if isinstance(found, Apart):

@@ -519,7 +519,10 @@ def test_sums_that_are_one_tree():
     def side_by_side(members, trains):
         return [[members[:2], members[2:]], [members]]
 
-    (one,) = families(choices, set(), in_turns)
+    def whole(members):
+        return [members]
+
+    (one,) = families(choices, set(), whole, in_turns)
     assert isinstance(one, Family) and len(one.layers) == 4
-    two = families(choices, set(), side_by_side)
+    two = families(choices, set(), whole, side_by_side)
     assert [len(each.layers) for each in two if isinstance(each, Family)] == [2, 2]
