@@ -230,6 +230,9 @@ def test_the_sum_is_rounded_once():
     assert found == [[256.0], [258.0]]
 
 
+IN_GEMM = {"recipe": "rowwise", "rowwise_scales": "in_gemm"}
+
+
 class Projected(nn.Module):
     """Grouped-query attention with biases."""
 
@@ -244,9 +247,14 @@ class Projected(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "options", [{}, {"recipe": "rowwise", "rowwise_scales": "in_gemm"}], ids=["tensorwise", "rowwise"]
+    ("options", "executor"),
+    [
+        ({}, "eager"),
+        (IN_GEMM, "eager"),
+        pytest.param({}, "inductor", marks=(pytest.mark.slow, pytest.mark.long)),
+        pytest.param(IN_GEMM, "inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_no_less_precise(options, executor):
     if options and best_rowwise_scales(torch.device("cpu")) == "after":

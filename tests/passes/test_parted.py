@@ -60,8 +60,9 @@ def test_all_of_them_where_they_are_small():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_gradients(at_once, recipe):
+def test_gradients(recipe, monkeypatch):
     """Of the encoder's output they are added up across runs."""
+    monkeypatch.setattr(lifetimes, "AT_ONCE", 3 * SIZE)
 
     def of(fn):
         x, encoded, weights = made(5)
