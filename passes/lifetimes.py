@@ -66,17 +66,17 @@ def copied_bytes(members: Members, copied: frozenset[fx.Node]) -> int:
     return sum(int(size_hint(gemm.m) or 0) * int(gemm.n) * gemm.dtype.itemsize for gemm in gemms)
 
 
-def parted(members: Members, backward: Set[fx.Node]) -> list[Members]:
+def parted(members: Members) -> list[Members]:
     """Layers that could be one, in runs of no more than :data:`AT_ONCE` bytes, or of twice what is needed at a time anyway."""
     if sum(map(_bytes, members)) <= AT_ONCE:
         return [members]
-    together = _read_together(members, backward)
+    together = _read_together(members)
     sizes = [sum(map(_bytes, each)) for each in together]
     most = max(AT_ONCE, 2 * max(sizes))
     runs: list[list[Convert]] = []
     room = 0
     for each, size in zip(together, sizes, strict=True):
-        if size > room:
+        if not runs or size > room:
             runs.append([])
             room = most
         runs[-1] += each
@@ -91,7 +91,7 @@ def _bytes(conversion: Convert) -> int:
     return m * n * gemm.dtype.itemsize + k * n
 
 
-def _read_together(members: Members, backward: Set[fx.Node]) -> list[list[Convert]]:
+def _read_together(members: Members) -> list[list[Convert]]:
     """Parts the layers where an operator that no kernel of Inductor computes has read what comes before, but not what comes after."""
     together: list[list[Convert]] = []
     seen: set[fx.Node] = set()
@@ -102,7 +102,7 @@ def _read_together(members: Members, backward: Set[fx.Node]) -> list[list[Conver
         while todo:
             source = todo.pop()
             for reader in readers_of_memory(source, _KEPT_WHOLE):
-                if reader in seen or reader in backward:
+                if reader in seen:
                     continue
                 if not reader < node:
                     waiting.add(source)

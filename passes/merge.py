@@ -105,7 +105,7 @@ class Merge:
         backward = {node for node in backward_nodes(graph) if node.op != "output"}
 
         def runs(members: Members) -> Sequence[Members]:
-            return parted(members, backward) if self.mode == "auto" else [members]
+            return parted(members) if self.mode == "auto" else [members]
 
         def ways(members: Members, trains: bool) -> Sequence[Sequence[Members]]:
             model = self.model_of(members[0].gemm.device)
