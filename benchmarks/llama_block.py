@@ -67,7 +67,7 @@ def cases(quick: bool) -> list[dict[str, Any]]:
     first, second, third = variants.RECIPES
     every = [
         *((small, recipe, False) for recipe in (first, second)),
-        (large, first, False),
+        *((large, recipe, False) for recipe in (first, second)),
         (small, third, False),
         *((model, first, True) for model in MODELS),
     ]
