@@ -45,6 +45,24 @@ def torchao_of(model, config):
         return torchao.convert_to_float8_training(copy.deepcopy(model), config=config)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "exact"])
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+def test_a_row_has_the_same_bits_wherever_it_stands(granularity, fast):
+    """So gemms may compute their rows in the order in which ranks send them (:mod:`f8fx.passes.by_rank`)."""
+    m, k, n = 4096, 2048, 4096
+    x, w = (normal(rows, k, seed=rows).to(torch.float8_e4m3fn) for rows in (m, n))
+    order = torch.arange(m, device="cuda").view(4, 4, -1).transpose(0, 1).reshape(-1)
+    scale, other = torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    if granularity == "rowwise":
+        scale, other = (normal(size, seed=1).float().abs() + 0.5 for size in (m, n))
+
+    def product(rows):
+        scales = (scale, other) if scale.dim() == 0 else (scale[rows, None].contiguous(), other[None])
+        return torch._scaled_mm(x[rows].contiguous(), w.t(), *scales, out_dtype=bf16, use_fast_accum=fast)
+
+    assert torch.equal(product(order), product(torch.arange(m, device="cuda"))[order])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bitwise_torchao_eager(recipe):
     torchao = pytest.importorskip("torchao.float8")
