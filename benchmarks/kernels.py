@@ -152,7 +152,7 @@ def _amaxes(xs: Sources, name: str) -> list[Version]:
         load = f"x = tl.load(in0 + ({columns}*m + n), inside, 0.0).to(tl.float32)"
         kernel = jit_function(computed_amaxes.source(1, [load], ["x"], 1), computed_amaxes.NAME)
         programs = launch.ceil_div(rows, computed_amaxes.ROWS) * computed_amaxes.across(columns)
-        constants = {**computed_amaxes.constants(columns), "num_warps": computed_amaxes.warps()[0]}
+        constants = {**computed_amaxes.constants(columns), **computed_amaxes.choices()[-1]}
 
         def run(x: Tensor) -> Tensor:
             amaxes = torch.zeros(computed_amaxes.length(rows, columns, 1), dtype=torch.int32, device=x.device)

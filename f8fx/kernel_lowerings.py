@@ -67,7 +67,7 @@ def _row_cast_columns(
         **kernel.constants(columns, step, dtype, power_of_2),
     }
     triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
-    table.launched(triton, programs, kernel.warps(columns), arguments, ("out", "inverse", "amaxes"))
+    table.launched(triton, programs, kernel.choices(columns), arguments, ("out", "inverse", "amaxes"))
     results, start = [], 0
     for index, heights in enumerate(ops.in_groups(rows, groups)):
         end = start + sum(heights)
@@ -199,7 +199,7 @@ def _computed_amaxes(
     table.launched(
         jit_function(text, kernel.NAME),
         bands * kernel.across(columns),
-        kernel.warps(len(distinct)),
+        kernel.choices(len(distinct)),
         {**arguments, "M": rows, **kernel.constants(columns, len(distinct))},
         ("amaxes", "sums") if sums else ("amaxes",),
     )

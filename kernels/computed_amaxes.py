@@ -73,14 +73,14 @@ def source(
             "",
             "@triton.jit",
             f"def {NAME}({arguments}, M, N: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, "
-            "BLOCK: tl.constexpr):",
+            "BLOCK: tl.constexpr, STAGES: tl.constexpr):",
             "    blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK",
             "    program = tl.program_id(0)",
             "    n = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]",
             "    first = (program // blocks) * ROWS",
             *(f"    columns{index} = tl.zeros([STEP, BLOCK], tl.int32)" for index in tensors),
             *(f"    sums{index} = tl.zeros([STEP, BLOCK], tl.float32)" for index in summed),
-            "    for step in range(0, ROWS, STEP):",
+            "    for step in tl.range(0, ROWS, STEP, num_stages=STAGES):",
             "        rows = first + step + tl.arange(0, STEP)",
             "        inside = (rows < M)[:, None] & (n < N)",
             "        m = rows.to(tl.int64)[:, None]",
@@ -106,16 +106,19 @@ def source(
 
 
 def constants(columns: int, summed: int = 0) -> dict[str, int]:
-    """The kernel's compile-time arguments, for tensors of so many columns of which some are summed.
+    """The kernel's compile-time arguments, but for those of :func:`choices`, for tensors of so many columns of which some are summed.
 
     Sums are kept in registers beside the amaxes, so a step is half as large.
     """
     return {"N": columns, "ROWS": ROWS, "STEP": _STEP // 2 if summed else _STEP, "BLOCK": _BLOCK}
 
 
-def warps(summed: int = 0) -> tuple[int, ...]:
-    """Of a program: 16 elements a thread, or 8, which are one load."""
-    return (4,) if summed else (4, 8)
+def choices(summed: int = 0) -> tuple[dict[str, int], ...]:
+    """Warps of a program, 16 elements a thread or 8, which are one load; and whether it fetches ahead: of three stages
+    two are buffers in shared memory, one of which is filled while the other is worked on. Which is fastest is found on the device.
+    """
+    warps = (4,) if summed else (4, 8)
+    return *({"num_warps": number, "STAGES": 1} for number in warps), {"num_warps": 4, "STAGES": 3}
 
 
 def across(columns: int) -> int:

@@ -25,12 +25,12 @@ from . import launch
 MOST = 8
 #: Bytes of the longest rows: two of them, the second on its way, are in shared memory (64 KiB of 99 or more).
 LONGEST_ROW = 32768
-#: Programs per multiprocessor, for rows of up to so many elements: as many as registers allow, 57 for each of 16 elements a
-#: thread, and 96 for each of 32. Places must not stay empty: on an H100, 256 programs in 528 places reached 52 % of the
-#: bandwidth of a copy, and 304 in them, with a launch of 128 in 132, 65 %.
-_PROGRAMS = ((4096, 4), (8192, 2), (LONGEST_ROW, 1))
+#: Programs per multiprocessor, for rows of up to so many elements: as many as registers allow, 60 for each of 16 elements a
+#: thread, and 118 for each of 32. Places must not stay empty: on an H100, 256 programs in 528 places reached 52 % of the
+#: bandwidth of a copy, and 304 in them, with a launch of 128 in 132, 65 % (before rows were fetched ahead).
+_PROGRAMS = ((1024, 16), (2048, 8), (4096, 4), (8192, 2), (LONGEST_ROW, 1))
 #: A program reduces at least so many rows, or entering its columns' amaxes is a good part of its work. **Not measured yet.**
-_FEWEST_ROWS = 16
+_FEWEST_ROWS = 8
 #: Each number of rows is a kernel to compile, so they are multiples of this.
 _ROWS_ALIKE = 4
 
@@ -42,12 +42,15 @@ def rows_per_program(rows: int, columns: int, multiprocessors: int) -> int:
     return max(_FEWEST_ROWS, groups * _ROWS_ALIKE)
 
 
-def warps(columns: int) -> tuple[int, ...]:
-    """Warps of a program: 16 elements a thread, 32 for the longest rows; and half, or for these twice, as many."""
+def choices(columns: int) -> tuple[dict[str, int], ...]:
+    """Warps of a program: 16 elements a thread, 32 for the longest rows; and half, or for these twice, as many.
+
+    Which is fastest is found on the device.
+    """
     elements = launch.next_power_of_2(columns)
     first = max(1, min(elements // 512, 16))
     second = first * 2 if elements // first > 512 else first // 2
-    return (first, second) if second else (first,)
+    return tuple({"num_warps": number} for number in (first, second) if number)
 
 
 def why_not(tensors: Sequence[Tensor], dtype: torch.dtype) -> str | None:
@@ -168,6 +171,6 @@ def row_cast_columns(
         kernel[(programs(rows, step),)](
             **arguments(tensors, rows, groups, N, x.stride(0), outputs),
             **constants(N, step, dtype, power_of_2),
-            num_warps=warps(N)[0],
+            **choices(N)[0],
         )
     return outputs[0], outputs[1], outputs[2].view(torch.float32)

@@ -50,7 +50,7 @@ def row_cast_columns_kernel(
 
     ``x``: ``x0`` [M0, N] to ``x7`` [M7, N] one below the other; heights may be 0. A program takes
     ``ROWS`` rows of one of them, one after the other. A row stays in registers between amax and cast, and
-    so do the amaxes of the columns from row to row.
+    so do the amaxes of the columns from row to row; the next row is on its way to shared memory meanwhile.
 
     Args:
         G0 to G7: the group of each tensor, a row of ``amaxes``.
@@ -79,14 +79,17 @@ def row_cast_columns_kernel(
         group = tl.where(beyond, groups[index], group)
         rows = tl.where(beyond, heights[index], rows)
     columns = tl.zeros([1, BLOCK], tl.int32)
-    for step in tl.range(0, ROWS, num_stages=2):
+    # three stages are two buffers: a row comes while the one before it is worked on. Two stages are one buffer, which
+    # is filled when the row in it is done with, and waited for at once
+    for step in tl.range(0, ROWS, num_stages=3):
         m = local * ROWS + step + tl.arange(0, 1)
         inside = (m[:, None] < rows) & (n < N)
         row = tl.load(source + m.to(tl.int64)[:, None] * stride_m + n, inside, 0.0)
         bits = magnitude_bits(row)
         columns = tl.maximum(columns, bits)
         factor = scale_of_amax(tl.max(bits, 1).to(tl.float32, bitcast=True), LIMIT, EPS, POWER_OF_2)
-        value = to_float8(row, factor[:, None], inside, dtype, LIMIT, False, True)
+        # no clamp: scaled by its own row's amax, nothing is further beyond LIMIT than by a rounding, which to float8 is LIMIT
+        value = to_float8(row, factor[:, None], inside, dtype, LIMIT, False, False)
         target = start + m
         tl.store(out + target.to(tl.int64)[:, None] * N + n, value, inside)
         tl.store(inverse + target, tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor), m < rows)

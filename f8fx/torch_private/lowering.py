@@ -189,7 +189,7 @@ class Lowering:
         self,
         kernel: Any,
         programs: Any,
-        warps: Sequence[int],
+        choices: Sequence[Mapping[str, int]],
         arguments: Mapping[str, Any],
         written: Collection[str],
     ) -> None:
@@ -199,7 +199,7 @@ class Lowering:
 
         Args:
             programs: how many; a number or an expression.
-            warps: of a program; of several numbers the fastest is found when the kernel first runs.
+            choices: of ``num_warps`` and compile-time constants; of several the fastest is found when the kernel first runs.
             arguments: IR values, numbers, expressions and compile-time constants, by name.
             written: the names of those that the kernel writes; torch finds them in the kernel's code.
 
@@ -214,8 +214,12 @@ class Lowering:
 
         values = {name: x for name, x in arguments.items() if isinstance(x, self._ir.IRNode)}
         constants = {name: x for name, x in arguments.items() if name not in values}
+        options = (
+            (choice["num_warps"], tuple((name, x) for name, x in choice.items() if name != "num_warps"))
+            for choice in choices
+        )
         self._lowering.lowerings[triton_kernel_wrapper_mutation](
-            kernel_idx=kernel_side_table.add_kernel(_with_warps(kernel, tuple(warps))),
+            kernel_idx=kernel_side_table.add_kernel(_tuned(kernel, tuple(options))),
             constant_args_idx=kernel_side_table.add_constant_args(constants),
             grid=[(programs, 1, 1)],  # the generated launcher takes three numbers
             tma_descriptor_metadata={},
@@ -325,8 +329,9 @@ class Lowering:
 
 
 @lru_cache(maxsize=256)
-def _with_warps(kernel: Any, warps: tuple[int, ...]) -> Any:
-    """A Triton kernel as ``triton.autotune`` would give it."""
+def _tuned(kernel: Any, choices: tuple[tuple[int, tuple[tuple[str, int], ...]], ...]) -> Any:
+    """A Triton kernel as ``triton.autotune`` would give it, for choices of warps and constants."""
     from triton import Config, autotune
 
-    return autotune(configs=[Config({}, num_warps=number) for number in warps], key=[])(kernel)
+    configs = [Config(dict(constants), num_warps=warps) for warps, constants in choices]
+    return autotune(configs=configs, key=[])(kernel)

@@ -285,7 +285,7 @@ def test_rows_and_columns_at_once_by_definition(reason, shapes, high, layout, mo
 def check_computed_amaxes(shape, high, seed, special, tile, summed, plus=0.0):
     """``tile``: rows of a program, of a step, and columns; by default those that are launched."""
     rows, columns = shape
-    constants = computed_amaxes.constants(columns, len(summed))
+    constants = computed_amaxes.constants(columns, len(summed)) | computed_amaxes.choices(len(summed))[-1]
     constants |= dict(zip(("ROWS", "STEP", "BLOCK"), tile or (), strict=False))
     height, blocks = constants["ROWS"], launch.ceil_div(columns, constants["BLOCK"])
     grad, both = (source((rows, columns * times), high, seed + times, special) for times in (1, 2))
@@ -458,10 +458,11 @@ def test_starting_tile_fills_the_machine():
         (4096, 14336, 32, 128),
         (8192, 4096, 16, 512),
         (38912, 4096, 76, 512),
+        (65536, 1024, 32, 2048),  # 2112 places
     ):
         assert row_cast_columns.rows_per_program(rows, columns, 132) == step
         assert row_cast_columns.programs([rows], step) == programs
-    assert row_cast_columns.rows_per_program(512, 4096, 132) == 16
+    assert row_cast_columns.rows_per_program(512, 4096, 132) == 8
 
 
 @on_host
