@@ -7,7 +7,7 @@ Calls follow each other on sources that rotate, together several times the L2 ca
 memory, and meets a cache as full of unwritten lines as it leaves it.
 
 ``f8fx`` is the Triton kernel with its starting tile, ``unclamped`` leaves saturation to the conversion,
-``tuned`` is the best of its tiles, ``inductor`` is the definition through ``torch.compile``, and ``torchao`` its eager
+``tuned`` is the best of its tiles, or warps and stages, ``inductor`` is the definition through ``torch.compile``, and ``torchao`` its eager
 functions through ``torch.compile``. Every version's bits are compared with the definition's.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from f8fx.kernels import cast as definition
 from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, launch, row_cast, row_cast_columns
-from f8fx.torch_private import jit_function
+from f8fx.torch_private import jit_function, tuned
 
 from . import common, running
 from .common import Grid, Row, console, show
@@ -152,7 +152,11 @@ def _amaxes(xs: Sources, name: str) -> list[Version]:
         load = f"x = tl.load(in0 + ({columns}*m + n), inside, 0.0).to(tl.float32)"
         kernel = jit_function(computed_amaxes.source(1, [load], ["x"], 1), computed_amaxes.NAME)
         programs = launch.ceil_div(rows, computed_amaxes.ROWS) * computed_amaxes.across(columns)
-        constants = {**computed_amaxes.constants(columns), **computed_amaxes.choices()[-1]}
+        constants = computed_amaxes.constants(columns)
+        if name == "tuned":
+            kernel = tuned(kernel, computed_amaxes.choices())
+        else:
+            constants |= computed_amaxes.choices()[0]
 
         def run(x: Tensor) -> Tensor:
             amaxes = torch.zeros(computed_amaxes.length(rows, columns, 1), dtype=torch.int32, device=x.device)
@@ -180,7 +184,7 @@ _ABSENT = {
     "row amax + cast": ("tuned",),
     "row amax + cast, column amax": ("tuned", "unclamped", "torchao"),
     "column scale": ("tuned", "unclamped"),
-    "row amax, column amax": ("tuned", "unclamped", "torchao"),
+    "row amax, column amax": ("unclamped", "torchao"),
 }
 
 

@@ -108,7 +108,7 @@ from .lowering import (
     Parts,
 )
 from .patch import patched_attribute
-from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function
+from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function, tuned
 from .scheduling import sums_both_ways
 from .tensors import (
     as_it_runs,
@@ -243,6 +243,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tune_graphs_of",
+    "tuned",
     "uncompiled",
     "unlogged_fake_errors",
     "unnoticed_by_dynamo",

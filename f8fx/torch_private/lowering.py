@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import sympy
@@ -12,6 +11,7 @@ import torch
 from torch import fx
 
 from .inductor import inductor_config
+from .pointwise import tuned
 from .scheduling import fused_only_with
 
 
@@ -214,12 +214,8 @@ class Lowering:
 
         values = {name: x for name, x in arguments.items() if isinstance(x, self._ir.IRNode)}
         constants = {name: x for name, x in arguments.items() if name not in values}
-        options = (
-            (choice["num_warps"], tuple((name, x) for name, x in choice.items() if name != "num_warps"))
-            for choice in choices
-        )
         self._lowering.lowerings[triton_kernel_wrapper_mutation](
-            kernel_idx=kernel_side_table.add_kernel(_tuned(kernel, tuple(options))),
+            kernel_idx=kernel_side_table.add_kernel(tuned(kernel, choices)),
             constant_args_idx=kernel_side_table.add_constant_args(constants),
             grid=[(programs, 1, 1)],  # the generated launcher takes three numbers
             tma_descriptor_metadata={},
@@ -326,12 +322,3 @@ class Lowering:
         else:
             expression = multiple * Max(1, FloorDiv(size + multiple - 1, multiple)) - size
         return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
-
-
-@lru_cache(maxsize=256)
-def _tuned(kernel: Any, choices: tuple[tuple[int, tuple[tuple[str, int], ...]], ...]) -> Any:
-    """A Triton kernel as ``triton.autotune`` would give it, for choices of warps and constants."""
-    from triton import Config, autotune
-
-    configs = [Config(dict(constants), num_warps=warps) for warps, constants in choices]
-    return autotune(configs=configs, key=[])(kernel)

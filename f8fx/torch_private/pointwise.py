@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import sympy
@@ -195,3 +196,23 @@ def jit_function(source: str, name: str) -> Any:
     from torch._inductor.codecache import PyCodeCache
 
     return getattr(PyCodeCache.load(source), name)
+
+
+def tuned(kernel: Any, choices: Sequence[Mapping[str, int]]) -> Any:
+    """A Triton kernel as ``triton.autotune`` would give it.
+
+    The same object for equal choices: Inductor tells kernels apart by their objects.
+
+    Args:
+        choices: of ``num_warps`` and compile-time constants.
+    """
+    return _tuned(kernel, tuple(tuple(choice.items()) for choice in choices))
+
+
+@lru_cache(maxsize=256)
+def _tuned(kernel: Any, choices: tuple[tuple[tuple[str, int], ...], ...]) -> Any:
+    from triton import Config, autotune
+
+    constants = [dict(choice) for choice in choices]
+    configs = [Config(own, num_warps=own.pop("num_warps")) for own in constants]
+    return autotune(configs=configs, key=[])(kernel)
