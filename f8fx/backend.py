@@ -156,7 +156,8 @@ def _run_with_weights(
         return run(gm, example_inputs, graph_pass)
     plain, training = (graph_pass.pipeline, graph_pass.key), False
     try:
-        inputs, training = _weight_inputs(gm, example_inputs, options, graph_pass)
+        casts_of = partial(_casts, gm, example_inputs, options, graph_pass)
+        inputs, training = weight_inputs.learned(example_inputs, casts_of, options.weights, options.experts)
         if inputs.copies:
             last = not training or inputs.last
             graph_pass.pipeline = _pipeline(options, inputs)
@@ -177,20 +178,14 @@ def _run_with_weights(
     return weight_inputs.noting_training(compiled) if training else compiled
 
 
-def _weight_inputs(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, graph_pass: GraphPass
-) -> tuple[WeightInputs, bool]:
-    """The casts of weights that need not be made in a graph, and whether it trains."""
-    frozen = options.weights == "cached" and weight_inputs.may_train(example_inputs)
-    found = _casts(gm, example_inputs, options, graph_pass, frozen)
-    # in inference all weights last
-    return found if found[1] or not frozen else _casts(gm, example_inputs, options, graph_pass, False)
-
-
 def _casts(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, graph_pass: GraphPass, frozen: bool
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    graph_pass: GraphPass,
+    found: WeightInputs,
 ) -> tuple[WeightInputs, bool]:
-    found = weight_inputs.candidates(example_inputs, options.experts, frozen)
+    """Which candidates a graph casts, and whether it trains: as it was kept, or by tracing it."""
     key = graph_pass.key.extended(found)
     kept = load_weights(key, found)
     if kept is not None:

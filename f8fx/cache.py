@@ -7,7 +7,7 @@ own. So everything a decision depends on goes into the uuid here: the code of f8
 names, and values of dynamic sizes where the cost model reads them.
 
 A cache hit skips the passes, and with them the record of what was decided. The record is therefore
-kept beside Inductor's cache, under the same key.
+kept beside Inductor's cache, under the same key, and what Inductor's keys hold besides: of the graph, and of the machine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .hardware import of_device
 from .options import Options
 from .passes.parameters import KnownInputs
 from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
@@ -36,7 +37,7 @@ class CacheKey:
     """
     Attributes:
         uuid: what the passes' decisions depend on beyond the graph; ``None``: not cacheable.
-        graph: identifies Dynamo's graph and its inputs, for the record of decisions.
+        graph: identifies Dynamo's graph and its inputs, and the machine, for the record of decisions.
     """
 
     uuid: str | None
@@ -59,7 +60,8 @@ class CacheKey:
         local = [_local(value) for value in example_inputs if hasattr(value, "__tensor_flatten__")]
         if local:
             parts.append(local)
-        graph = _digest([_code(gm), [_metadata(x) for x in example_inputs], _ambient()])
+        machine = [torch.__version__, *map(of_device, _devices(example_inputs))]
+        graph = _digest([_code(gm), [_metadata(x) for x in example_inputs], _ambient(), machine])
         if options.filter_fn is None:
             return CacheKey(_digest(parts), graph)
         uuid = getattr(options.filter_fn, "uuid", None)
@@ -108,6 +110,11 @@ def _local(value: torch.Tensor) -> list[Any]:
     inner = [getattr(value, name) for name in names]
     parts = [_local(x) if hasattr(x, "__tensor_flatten__") else _metadata(x) for x in inner]
     return [*parts, *place_in_mesh(value)]
+
+
+def _devices(example_inputs: Sequence[Any]) -> list[torch.device]:
+    found = {str(x.device): x.device for x in example_inputs if isinstance(x, torch.Tensor)}
+    return [found[name] for name in sorted(found)]
 
 
 def _ambient() -> list[Any]:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .executor import trace as trace_once
 from .explain_replica import ExplainError, Replica, name_of
 from .explain_target import as_on_target
 from .graph_bytes import communicated_bytes, saved_bytes
 from .partition import Partitioner
-from .passes import Pipeline
+from .passes import Pipeline, WeightInputs
 from .passes.decided import is_decided, mark_decided
 from .passes.parameters import KnownInputs, is_there
 from .report import GraphReport
@@ -36,12 +37,16 @@ from .torch_private import (
     decompositions,
     fake_tensor_mode,
     flex_attention_with_gradients,
+    forget_traced_regions,
     min_cut_partition,
     uncompiled,
     unlogged_fake_errors,
     unnoticed_by_dynamo,
 )
+from .weight_inputs import CastsOf, extended
 from .wire import Call, calls_of
+
+Learned = Callable[[Sequence[Any], CastsOf], tuple[WeightInputs, bool]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ def trace(
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    pipeline: Pipeline,
+    pipeline: Callable[[WeightInputs | None], Pipeline],
+    learned: Learned | None,
     partitioner: Partitioner,
     like_gpu: bool,
     dynamic: bool,
@@ -77,7 +83,8 @@ def trace(
     """Traces a call of a module or function with its gradients, if any are asked for.
 
     Args:
-        pipeline: the passes.
+        pipeline: the passes, for a graph whose weights may be cast elsewhere, or for any.
+        learned: :func:`f8fx.weight_inputs.learned` under the options, which says what is cast elsewhere; ``None``: nothing.
         partitioner: what the float8 graph is split with.
         like_gpu: trace attention and autocast as on a GPU, wherever the tensors are.
         dynamic: all sizes of inputs are symbolic.
@@ -91,7 +98,7 @@ def trace(
     replica = Replica(mode, (model, args, kwargs))
     call = replica.of_callable(model)
     fake_args, fake_kwargs = replica.of_inputs((tuple(args), dict(kwargs)))
-    collector = _Collector(pipeline, partitioner, like_gpu)
+    collector = _Collector(pipeline, learned, partitioner, like_gpu)
     try:
         with (
             torch.compiler.set_stance("default"),
@@ -142,8 +149,16 @@ def _line_of_user(error: Exception) -> str:
 class _Collector:
     """A Dynamo backend that looks at each graph and hands it back as it was."""
 
-    def __init__(self, pipeline: Pipeline, partitioner: Partitioner, like_gpu: bool) -> None:
-        self.pipeline = pipeline
+    def __init__(
+        self,
+        pipeline_with: Callable[[WeightInputs | None], Pipeline],
+        learned: Learned | None,
+        partitioner: Partitioner,
+        like_gpu: bool,
+    ) -> None:
+        self.pipeline_with = pipeline_with
+        self.pipeline = pipeline_with(None)
+        self.learned = learned
         self.partitioner = partitioner
         self.like_gpu = like_gpu
         self.known = KnownInputs()
@@ -154,6 +169,7 @@ class _Collector:
         if self.like_gpu:
             as_on_target(gm)
         self.known = KnownInputs.of(inputs)
+        graph, inputs = self._with_copies(gm, inputs)
         look = aot_backend(
             fw_compiler=_keep,
             bw_compiler=_keep,
@@ -162,8 +178,34 @@ class _Collector:
             decompositions=decompositions(),
             keep_inference_input_mutations=True,
         )
-        look(gm, inputs)
+        look(graph, inputs)
         return gm.forward
+
+    def _with_copies(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any]]:
+        """The graph as the backend has it compiled: with inputs for the copies of weights that are made elsewhere."""
+        self.pipeline = self.pipeline_with(None)
+        if self.learned is None:
+            return gm, inputs
+
+        def casts_of(found: WeightInputs) -> tuple[WeightInputs, bool]:
+            trial, reports = self.pipeline_with(found), []
+
+            def look(graph: fx.Graph) -> None:
+                if not is_decided(graph):
+                    self.known.mark(graph)
+                    reports.append(trial(graph))
+                    mark_decided(graph)
+
+            trace_once(gm, inputs, look)
+            forget_traced_regions()
+            assert trial.reuse is not None
+            return found.with_casts(trial.reuse.seen), any(report.training for report in reports)
+
+        kept, training = self.learned(inputs, casts_of)
+        if not kept.copies:
+            return gm, inputs
+        self.pipeline = self.pipeline_with(kept)
+        return extended(gm, inputs, kept, is_static=not training or kept.last)
 
     def _infer(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         self.known.mark(graph.graph)

@@ -19,6 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import torch
 from torch import Tensor, nn
 
-from . import explain_trace
+from . import explain_trace, weight_inputs
 from .explain_replica import ExplainError, name_of
 from .explain_trace import GraphTrace
 from .hardware import Hardware
@@ -34,7 +35,7 @@ from .interconnect import INTERCONNECTS
 from .options import OptionError, Options
 from .parallelized import Parallelize, parallelized
 from .partition import Partitioner
-from .passes import Pipeline, rowwise_scales_on
+from .passes import Pipeline, WeightInputs, rowwise_scales_on
 from .recipe import Role
 from .report import Decision, GraphReport, MergeDecision
 from .torch_private import tree_leaves
@@ -301,8 +302,16 @@ def _explained(
     from .communication import predict
 
     like_gpu = parsed.target is not None and parsed.target.name != "cpu"
+    learned = partial(weight_inputs.learned, weights=parsed.weights, experts=parsed.experts)
     traces = explain_trace.trace(
-        model, args, kwargs, _pipeline(parsed), Partitioner(parsed.save), like_gpu, dynamic
+        model,
+        args,
+        kwargs,
+        partial(_pipeline, parsed),
+        None if parsed.weights == "dynamic" else learned,
+        Partitioner(parsed.save),
+        like_gpu,
+        dynamic,
     )
     target_names = sorted({trace.report.target for trace in traces if trace.report.target})
     explanation = Explanation(
@@ -332,12 +341,12 @@ def _explained(
     return explanation
 
 
-def _pipeline(options: Options) -> Pipeline:
-    """The passes, as they run on the target."""
+def _pipeline(options: Options, weights: WeightInputs | None = None) -> Pipeline:
+    """The passes, as they run on the target, for a graph whose ``weights`` may be cast elsewhere."""
     if options.target is not None and options.target.name != "cpu" and options.rowwise_scales is None:
         scales = rowwise_scales_on(options.target)
-        return options.pipeline(predict=True, rowwise_scales=lambda device: scales)
-    return options.pipeline(predict=True)
+        return options.pipeline(predict=True, weights=weights, rowwise_scales=lambda device: scales)
+    return options.pipeline(predict=True, weights=weights)
 
 
 def _rows(traces: list[GraphTrace]) -> list[Row]:

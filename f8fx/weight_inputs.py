@@ -23,6 +23,8 @@ from .weight_watch import training_ran
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
+CastsOf = Callable[[WeightInputs], tuple[WeightInputs, bool]]
+
 
 def candidates(
     example_inputs: Sequence[Any], experts: Literal["leave", "convert"] = "leave", frozen: bool = False
@@ -53,6 +55,22 @@ def candidates(
 def may_train(example_inputs: Sequence[Any]) -> bool:
     """Whether a Dynamo graph may have a backward."""
     return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs)
+
+
+def learned(
+    example_inputs: Sequence[Any], casts_of: CastsOf, weights: str, experts: Literal["leave", "convert"]
+) -> tuple[WeightInputs, bool]:
+    """The casts of weights that need not be made in a Dynamo graph, and whether it trains.
+
+    Args:
+        casts_of: traces the graph, and says which of the candidates it casts and whether it trains.
+        weights: the option, ``"cached"`` or ``"reused"``.
+        experts: see :func:`candidates`.
+    """
+    frozen = weights == "cached" and may_train(example_inputs)
+    found = casts_of(candidates(example_inputs, experts, frozen))
+    # in inference all weights last
+    return found if found[1] or not frozen else casts_of(candidates(example_inputs, experts))
 
 
 def extended(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ class Watch:
 
     def __init__(self, parameter: Tensor) -> None:
         key = id(parameter)
-        self.reference = weakref.ref(parameter, lambda _: _forget(key, self_reference()))
         self_reference = weakref.ref(self)
+
+        def gone(_: Any, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+            if not ends():  # where modules lose their names
+                _forget(key, self_reference())
+
+        self.reference = weakref.ref(parameter, gone)
         #: of it and of those that are cast with it, by the dimension along which they stand side by side; kept by the first
         self.copies: dict[tuple[int, tuple[Watch, ...]], Any] = {}
         #: those that keep copies in which it has a part

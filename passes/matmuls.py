@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.torch_private import size_hint
 
 from .experts import GROUPED_MM
-from .gemm import Size
 from .left import LEFT
 from .operand import CASTS, base_of, flat_base, is_pointwise, is_same, shape_of
 
@@ -40,12 +37,6 @@ def sizes_of(node: fx.Node) -> tuple:
     """m, k and n of one of `GEMMS`."""
     m, n = shape_of(node)[-2:]
     return m, shape_of(operands_of(node)[0])[-1], n
-
-
-def sorted_sizes(sizes: Sequence[Size]) -> list[str]:
-    """Sizes in an order, symbolic ones as they are now: one that a guard has fixed may be a number elsewhere."""
-    hints = map(size_hint, sizes)
-    return sorted(str(size if hint is None else hint) for size, hint in zip(sizes, hints, strict=True))
 
 
 def is_matrix(node: fx.Node) -> bool:

@@ -328,6 +328,25 @@ def test_the_record_of_decisions_knows_autocast():
     assert record() == plain
 
 
+def test_the_record_of_decisions_knows_the_machine(monkeypatch):
+    """A directory may be shared by machines with other GPUs, or kept over an upgrade; what pays there is something else."""
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    module, x = fx.GraphModule({}, graph), torch.ones(2)
+
+    def record():
+        return CacheKey.of(module, [x], f8fx.Options.parse({})).graph
+
+    plain = record()
+    with monkeypatch.context() as other:
+        other.setattr("f8fx.cache.of_device", lambda device: f8fx.hardware.find("h100"))
+        assert record() != plain
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "2.99.0")
+        assert record() != plain
+    assert record() == plain
+
+
 def test_hints_of_dynamic_sizes_are_in_the_key():
     """The cost model decides by the size it sees; a graph decided at 8192 rows is not one for 16.
 

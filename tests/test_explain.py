@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
+from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
@@ -295,6 +296,36 @@ def test_a_compiled_model_is_explained_from_its_source():
 def test_keyword_inputs():
     e = f8fx.explain(meta_mlp(), kwargs={"x": meta_input(16384, 2048)})
     assert e.total == 5
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mode", ["inference", "training", "frozen"])
+@pytest.mark.parametrize("weights", ["cached", "reused"])
+def test_weights_that_are_quantized_elsewhere(weights: str, mode: str, dynamic: bool):
+    """Their casts cost nothing, as for the backend: a layer pays that would not with them."""
+    kept = mode == "inference" or (mode == "frozen" and weights == "cached")
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(4096, 4096, bias=False).requires_grad_(mode == "training")
+            self.narrow = nn.Linear(4096, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.wide(x) + self.narrow(x).sum(), x, use_reentrant=False)
+
+    model = Layers().bfloat16()
+    x = torch.ones(512, 4096, dtype=bf16, requires_grad=mode == "frozen")
+    options = {"recipe": "rowwise", "weights": weights, "select": "auto", "target": "h100"}
+    with torch.set_grad_enabled(mode != "inference"):
+        explained = f8fx.explain(model, x, dynamic=dynamic, **options)
+        torch._dynamo.reset()
+        with f8fx.recording() as reports:
+            compiled(model, dynamic=dynamic, **options)(x)
+    decided = [(d.fqn, d.role, d.converted, d.detail) for report in reports for d in report.decisions]
+    assert [(row.fqn, row.role, row.converted, row.detail) for row in explained.rows] == decided
+    assert [graph.reused_weights for graph in explained.graphs] == [r.reused_weights for r in reports]
+    assert any(row.converted for row in explained.rows if row.fqn == "wide") == kept
 
 
 def test_tied_weights_stay_tied():

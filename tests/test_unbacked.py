@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 from f8fx import ops
 from f8fx.recipe import PRESETS
+from f8fx.report import recording
 from f8fx.torch_private import fake_tensor_mode, size_hint
 from tests.helpers import Experts, bf16, compiled, randn, report_of, sqnr
 
@@ -82,6 +85,28 @@ def test_every_matmul_is_converted():
     for recipe, kept in (("tensorwise", 0), ("rowwise", 0), ("rowwise_with_gw_hp", 2)):
         report = report_of(Chosen(), randn(64, 32), first(21), recipe=recipe)
         assert report.converted == 6 - kept
+
+
+class Cut(Chosen):
+    """Layers of as many rows as a number says."""
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        rows = number.item()
+        torch._check(rows >= 0)
+        torch._check(rows <= x.shape[0])
+        return super().forward(x, slice(rows))
+
+
+def test_rows_cut_to_a_number():
+    """The backward has a symbol of its own for it, which is known to be the same as the forward's."""
+    model, x = Cut(), randn(64, 32)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), recording() as reports:
+        found = outcome(model, compiled(model), x, torch.tensor(21))
+    decided = [(d.fqn, d.role) for d in reports[0].decisions if d.converted]
+    roles = ("output", "grad_input", "grad_weight")
+    assert sorted(decided) == sorted(itertools.product(("up", "down"), roles))
+    wanted = outcome(model, compiled(lambda x: Chosen.forward(model, x, slice(21)), dynamic=False), x)
+    assert all(map(torch.equal, wanted, found))
 
 
 class ChosenExperts(nn.Module):
