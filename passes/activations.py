@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from .backward import is_tangent
-from .left import ACTIVATIONS, HELD
-from .operand import KEEP_VALUES, is_pointwise
+from .left import ACTIVATIONS, DISTANCES, HELD
+from .operand import KEEP_VALUES, flat_base, is_pointwise
 from .parameters import OfParameters, contracts
 
 #: What gives parts of tensors, or puts them together.
@@ -33,6 +33,8 @@ class Activations:
 
     def reason(self, left: fx.Node, right: fx.Node) -> str:
         """Why a matmul is no layer; "" if it may be one."""
+        if _holds_norms(left) and _holds_norms(right):
+            return DISTANCES
         if not self.parameters.are_known:
             return ""
         held = self.parameters.held
@@ -41,6 +43,17 @@ class Activations:
         both = left in self.found and right in self.found
         with_itself = left is right and left not in self.parameters.all
         return ACTIVATIONS if both or with_itself else ""
+
+
+def _holds_norms(operand: fx.Node) -> bool:
+    """Whether sums stand in an operand beside what it holds: PyTorch computes ``cdist`` as one matmul, of squared norms, too.
+
+    They are large, and what is left of them after the subtraction is small.
+    """
+    if operand.target is not torch.ops.aten.cat.default:
+        return False
+    parts: list[fx.Node] = operand.args[0]  # type: ignore[assignment]
+    return any(flat_base(part).target is torch.ops.aten.sum.dim_IntList for part in parts)
 
 
 def _found(graph: fx.Graph, parameters: OfParameters) -> set[fx.Node]:

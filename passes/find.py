@@ -276,10 +276,13 @@ class _Walk:
         if layer in self.batched and self._is_backward(node):
             return self.batched[layer]
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
-        parameters = self._parameters(node)
-        if any(not is_matrix(found) for found in parameters):
+        parameters, is_batch = self._parameters(node), not is_same(shape_of(node)[0], 1)
+        # one matrix is expanded; several that stand below each other in one parameter are not
+        elements = [side.meta["val"].numel() for side in sides] if is_batch else []
+        of_each = (any(is_same(found.meta["val"].numel(), n) for n in elements) for found in parameters)
+        if any(not is_matrix(found) for found in parameters) or any(of_each):
             reason = BATCHED_WEIGHT
-        elif parameters or (not is_same(shape_of(node)[0], 1) and any(map(repeated_matrix, sides))):
+        elif parameters or (is_batch and any(map(repeated_matrix, sides))):
             reason = BATCHED_MATRIX
         else:
             reason = BATCHED

@@ -10,6 +10,7 @@ aten = torch.ops.aten
 
 UNEVEN = "split unevenly by tensor parallelism"
 ACTIVATIONS = "matmul of two activations"
+DISTANCES = "distances from products and squared norms"
 HELD = "matmul of buffers or of an optimizer's state"
 BATCHED = "batched matmul of two activations"
 BATCHED_WEIGHT = "batched matmul with a weight for each batch"

@@ -55,6 +55,33 @@ def test_converted_if_the_user_says_so():
     assert not told(report, False) and len(report.decisions) == 15
 
 
+class Codebook(nn.Module):
+    """Distances from what a parameter holds, as a vector-quantizing layer takes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Embedding(48, 32, dtype=bf16)
+
+    def forward(self, x):
+        return torch.cdist(x, self.codes.weight)
+
+
+def test_distances_are_left():
+    """PyTorch takes them by a matmul of what is cast and of its squared norms, which nearly cancel."""
+    reason = "distances from products and squared norms"
+    report = report_of(Codebook(), randn(64, 32))
+    assert told(report, False) == [f"grad_input: {reason}"] * 2 + [f"output: {reason}"]
+    with torch.no_grad():
+        assert told(report_of(Codebook(), randn(64, 32)), False) == [f"output: {reason}"]
+        assert told(report_of(Codebook(), randn(64, 32), activations="convert"), True) == ["output"]
+
+
+def test_a_layer_of_what_was_put_together_with_its_norms_is_one():
+    layer = linear(33)
+    report = report_of(lambda x: layer(torch.cat([x, x.square().sum(-1, True)], -1)), randn(64, 32))
+    assert told(report, True) == ["grad_input", "grad_weight", "output"] and not told(report, False)
+
+
 class Towers(nn.Module):
     """A contrastive loss: similarities of what two encoders made, times a learned temperature."""
 

@@ -216,7 +216,12 @@ def test_a_batched_matmul_with_a_parameter_says_so():
     added = report_of(lambda x: torch.baddbmm(bias, x, experts.weight), x)
     assert {d.reason for d in added.decisions} == wanted
     more = nn.Parameter(randn(4, 32, 48, grad=False))
-    for computed in (lambda: more[:2], lambda: experts.weight * 0.5):
+    below = nn.Linear(32, 96, bias=False, dtype=torch.bfloat16).weight  # each other, in one matrix
+    for computed in (
+        lambda: more[:2],
+        lambda: experts.weight * 0.5,
+        lambda: below.view(2, 48, 32).mT,
+    ):
         decisions = report_of(lambda x, computed=computed: torch.bmm(x, computed()), x).decisions
         assert {d.reason for d in decisions} == wanted
         assert sorted(d.role for d in decisions) == ["grad_input", "grad_weight", "output"]
