@@ -21,7 +21,8 @@
 
 The numbers are those of the full design; lowering to kernels (8) is Inductor's job, with the rules
 in :mod:`f8fx.lowerings`. Every pass is an object built from plain values and called with a graph; it
-can be used alone on any aten joint graph.
+can be used alone on any aten joint graph whose values live in one fake mode, as those of AOTAutograd, ``torch.export`` and
+``make_fx(tracing_mode="fake")`` do.
 """
 
 from __future__ import annotations

@@ -265,6 +265,11 @@ def test_explain_takes_the_options_of_the_backend(
     assert sum(row["converted"] for row in json.loads(capsys.readouterr().out)["rows"]) == converted
 
 
+def test_explain_refuses_an_option_given_twice(capsys: Capture, user_module: str):
+    twice = ("--option", "merge=never", "--option", "merge=auto")
+    assert "merge is given twice" in _fails_with_usage(capsys, "explain", f"{user_module}:good", *twice)
+
+
 @pytest.mark.parametrize(
     ("option", "why"),
     [

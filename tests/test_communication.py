@@ -142,6 +142,14 @@ def test_tensor_parallelism_divides_the_matrices():
     assert predict(net(), "2x8", options()).gathers[0].reason == "not a multiple of 16"
 
 
+def test_the_table_is_said_to_be_of_the_whole_model():
+    """Where the gathers change what is cast and merged."""
+    said = "of the model before it is sharded"
+    assert said in wire_note(predict(net(), 2, options()))
+    assert said not in wire_note(predict(net(), 2, options("rowwise_with_gw_hp", only_fqns=["nothing"])))
+    assert said not in wire_note(predict(net(), World.parse("replicate=2"), options()))
+
+
 def test_one_rank_sends_nothing():
     c = predict(net(), 1, options(), interconnect=INTERCONNECTS["h100"])
     assert c.rows == [] and c.high_bytes == 0 and c.high_seconds == 0

@@ -207,6 +207,8 @@ def _backend_options(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"--option: must be KEY=VALUE, got {text!r}")
         if key in own or key == "target":
             raise UsageError(f"--option: {key} has an argument of its own, --{key.replace('_', '-')}")
+        if key in options:
+            raise UsageError(f"--option: {key} is given twice")
         options[key] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
     try:
         Options.parse(options)
