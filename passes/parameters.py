@@ -23,7 +23,7 @@ from f8fx.torch_private import (
     keeps_its_address,
 )
 
-from .operand import base_of, input_of, is_given, is_same, shape_of
+from .operand import CASTS, base_of, input_of, is_given, is_same, shape_of
 
 aten = torch.ops.aten
 
@@ -107,10 +107,12 @@ def is_uneven(node: fx.Node) -> bool:
 
 
 def expanded_parameter(batched: fx.Node, weights: Collection[fx.Node] = ()) -> fx.Node | None:
-    """The parameter that an operand of a batched matmul is, or that weight, at most expanded on its way."""
+    """The parameter that an operand of a batched matmul is, or that weight, at most expanded, and cast, on its way."""
     node = base_of(batched)
-    if node.target is aten.expand.default:
-        node = node.args[0]  # type: ignore[assignment]
+    while node.target in CASTS or node.target is aten.expand.default:
+        if node in weights:  # a cast parameter is one
+            break
+        node = base_of(node.args[0])  # type: ignore[arg-type]
     source = input_of(node)
     if source is None and base_of(node) in weights:
         return base_of(node)

@@ -227,6 +227,18 @@ def test_a_batched_matmul_with_a_parameter_says_so():
         assert sorted(d.role for d in decisions) == ["grad_input", "grad_weight", "output"]
 
 
+def test_a_matrix_that_is_expanded_and_then_cast_is_one():
+    """Autocast casts what the model has expanded."""
+    weight = nn.Parameter(randn(32, 48, grad=False).float())
+
+    def expanded(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ weight.expand(2, 32, 48)
+
+    decisions = report_of(expanded, randn(2, 16, 32).float()).decisions
+    assert [d.reason for d in decisions] == ["batched matmul with one matrix"] * len(decisions)
+
+
 @pytest.mark.parametrize(("batch", "heads"), [(2, 4), (1, 1)])
 def test_attention_is_left_with_its_reason(batch, heads):
     """Also where batch times heads is 1, as an einsum's bmm is."""
