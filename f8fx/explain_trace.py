@@ -38,6 +38,7 @@ from .torch_private import (
     fake_tensor_mode,
     flex_attention_with_gradients,
     forget_traced_regions,
+    input_position,
     min_cut_partition,
     uncompiled,
     unlogged_fake_errors,
@@ -161,14 +162,14 @@ class _Collector:
         self.learned = learned
         self.partitioner = partitioner
         self.like_gpu = like_gpu
-        self.known = KnownInputs()
+        self.known, self.own = KnownInputs(), 0
         self.graphs: list[GraphTrace] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         name_modules(gm)
         if self.like_gpu:
             as_on_target(gm)
-        self.known = KnownInputs.of(inputs)
+        self.known, self.own = KnownInputs.of(inputs), len(inputs)
         graph, inputs = self._with_copies(gm, inputs)
         look = aot_backend(
             fw_compiler=_keep,
@@ -227,10 +228,15 @@ class _Collector:
         if report.converted:
             rewritten.recompile()
             float8 = self.partitioner(rewritten, inputs, **kwargs)
-        high, low = (saved_bytes(forward.graph, outputs, is_there) for forward, _ in (halves, float8))
+        high, low = (saved_bytes(forward.graph, outputs, self._is_there) for forward, _ in (halves, float8))
         calls = ((*calls_of(f.graph, False), *calls_of(b.graph, True)) for f, b in (halves, float8))
         self.graphs.append(GraphTrace(report, high, low, *communicated, *calls))
         return halves
+
+    def _is_there(self, node: fx.Node) -> bool:
+        """Whether an input is kept anyway: what modules hold, and copies of weights."""
+        position = input_position(node)
+        return is_there(node) or (position is not None and position >= self.own)
 
     def _report(self, rewritten: fx.Graph, whole: fx.GraphModule) -> GraphReport:
         """Rewrites the copy of a graph; what is decided in it and in the bodies of its higher-order operators."""
