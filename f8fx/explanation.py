@@ -236,7 +236,7 @@ def explain(
 ) -> Explanation:
     """Says which matmuls of ``model(*args, **kwargs)`` would run in float8, why, and what it gains.
 
-    Needs no GPU, runs nothing and allocates no tensor: a model built under ``torch.device("meta")``
+    Needs no GPU, computes nothing and allocates no tensor (what else its Python does, it does once): a model built under ``torch.device("meta")``
     will do, with inputs there too. The model is traced on a copy and stays as it is. With gradients
     enabled and asked for by any parameter or input, forward and backward are traced, else the forward.
 

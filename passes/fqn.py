@@ -25,7 +25,7 @@ _REPLACED = re.compile(
 #: The object that a bound method belongs to.
 _BOUND = re.compile(r"^.*\.__self__(?=[.\[]|$)")
 #: A module that a property's getter calls: TorchTitan's SimpleFSDP gathers all weights with one.
-_GETTER = ".fget."
+_GETTER = re.compile(r"__dict__\)?\[['\"]\w+['\"]\]\.fget\b")
 #: A child reached through ``_modules``, and, in modules with a ``__getattr__`` of their own, ``__dict__``.
 _MODULES = re.compile(r"\.(?:__dict__\['_modules'\]|_modules)(?=\[)")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
@@ -59,7 +59,7 @@ def of_node(node: fx.Node) -> str:
         # what TorchTitan's graph_trainer, which traces without Dynamo, writes instead
         custom = node.meta.get("custom")
         return str(custom.get("module_fqn") or "") if isinstance(custom, dict) else ""
-    paths = [path for path, _ in stack.values() if _GETTER not in path]
+    paths = [path for path, _ in stack.values() if not _GETTER.search(path)]
     return clean(paths[-1]) if paths else ""
 
 

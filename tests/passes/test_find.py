@@ -105,6 +105,10 @@ def test_a_weight_that_a_property_gathers_has_the_name_of_its_layer():
         "gather": (getter, nn.Module),
     }
     assert fqn.of_node(node) == "layers.0.wo"
+    node.meta["nn_module_stack"] = {
+        "layer": ("L['self'].layers['0'].fget.linear", nn.Linear)
+    }  # a module of that name
+    assert fqn.of_node(node) == "layers.0.fget.linear"
 
 
 def test_names_of_graphs_traced_without_dynamo():
