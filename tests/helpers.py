@@ -111,6 +111,15 @@ def report_of(fn: Callable[..., Any], *args: Any, **options: Any) -> GraphReport
     return reports[0]
 
 
+def same_bits(got: Tensor, want: Tensor) -> None:
+    """Equal bits, but for those of a NaN: its sign, on which processors do not agree (Inf * 0), and its payload."""
+    assert got.shape == want.shape and got.dtype == want.dtype and got.stride() == want.stride()
+    nan = want.float().isnan()
+    assert torch.equal(got.float().isnan(), nan)
+    words = {1: torch.uint8, 4: torch.int32}[want.itemsize]
+    assert torch.equal(got.view(words)[~nan], want.view(words)[~nan])
+
+
 class Experts(nn.Module):
     """The SwiGLU experts of a mixture, as TorchTitan has them: rows come sorted by expert.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from torch.utils.cpp_extension import CUDA_HOME
 from f8fx import f8fx, recording
 from f8fx.demo.model import DecoderBlock, DecoderConfig
 from f8fx.hardware import of_device
+from f8fx.kernels import computed_amaxes, launch, row_cast_columns
+from f8fx.torch_private import jit_function
 from f8fx.torch_private.combining import AHEAD
-from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, sqnr
+from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, same_bits, sqnr
+from tests.kernels import written
 from tests.test_unbacked import Chosen, ChosenExperts, outcome
 
 HAVE_GPU = torch.cuda.is_available() and of_device(torch.device("cuda")).float8_tensor_cores
@@ -294,6 +299,50 @@ def test_one_read_gives_the_same_bits(save):
     )
     for name, value in inductor.items():
         assert torch.equal(value, own[name]), name
+
+
+def marked(*shape, seed, dtype=bf16):
+    """A tensor with an infinity and a NaN in it."""
+    x = normal(*shape, seed=seed, dtype=dtype)
+    x[1, 2], x[-2, 3] = torch.inf, torch.nan
+    return x
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(777, 520), (2100, 1000), (300, 4096), (4100, 8192), (90, 33)])
+def test_rows_are_cast_and_columns_reduced_in_every_form(rows, columns, dtype):
+    """Also the ways to launch it that tuning would not choose here."""
+    tensors = [marked(rows - rest, columns, seed=rest, dtype=dtype) for rest in range(3)]
+    want = row_cast_columns.reference(tensors, [2, 1], dtype=torch.float8_e4m3fn)
+    choices = row_cast_columns.choices(columns)
+    for choice, step in itertools.product(choices, (None, 1, 2, 12)):
+        with mock.patch.object(row_cast_columns, "choices", lambda columns, choice=choice: (choice,)):
+            got = row_cast_columns.row_cast_columns(tensors, [2, 1], dtype=torch.float8_e4m3fn, step=step)
+        for result, expected in zip(got, want, strict=True):
+            same_bits(result, expected)
+
+
+@pytest.mark.parametrize("summed", [(), (0, 1)], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(777, 520), (64, 4096), (4100, 1000), (90, 33)])
+def test_computed_amaxes_in_every_form(rows, columns, summed):
+    grad, both = (marked(rows, columns * times, seed=times) for times in (1, 2))
+    gate, up = both[:, :columns].float(), both[:, columns:].float()
+    products = [grad.float() * up, grad.float() * gate, gate * up]
+    want = computed_amaxes.reference(products, 2)
+    kernel = jit_function(written.gate(columns, summed), computed_amaxes.NAME)
+    bands = launch.ceil_div(rows, computed_amaxes.ROWS)
+    constants = computed_amaxes.constants(columns, len(summed))
+    found = []
+    for choice in computed_amaxes.choices(len(summed)):
+        amaxes = torch.zeros(computed_amaxes.length(rows, columns, 3), dtype=torch.int32, device="cuda")
+        sums = torch.empty(len(summed), bands, columns, device="cuda")
+        outputs = (amaxes, sums) if summed else (amaxes,)
+        programs = bands * computed_amaxes.across(columns)
+        kernel[(programs,)](grad, both, *outputs, rows, **constants, **choice)
+        same_bits(amaxes.view(torch.float32), want)
+        found.append(sums)
+    for sums in found[1:]:
+        same_bits(sums, found[0])
 
 
 def test_generated_kernels_write_the_right_bytes():

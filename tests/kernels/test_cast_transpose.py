@@ -31,6 +31,7 @@ from f8fx.kernels import (
 )
 from f8fx.recipe import EPS
 from f8fx.torch_private import fake_tensor_mode, jit_function
+from tests.helpers import same_bits
 from tests.interpreter import as_on_gpus
 from tests.kernels import written as texts
 from tests.long import with_long
@@ -98,15 +99,6 @@ def interpreter():
         return
     with as_on_gpus(), mock.patch.object(launch, "say_fallback", no_fallback):
         yield
-
-
-def same_bits(got, want):
-    """Equal bits, but for those of a NaN: its sign, on which processors do not agree (Inf * 0), and its payload."""
-    assert got.shape == want.shape and got.dtype == want.dtype and got.stride() == want.stride()
-    nan = want.float().isnan()
-    assert torch.equal(got.float().isnan(), nan)
-    words = {1: torch.uint8, 4: torch.int32}[want.itemsize]
-    assert torch.equal(got.view(words)[~nan], want.view(words)[~nan])
 
 
 def source(shape, dtype, seed, special=False, layout="row-major"):
