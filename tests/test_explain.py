@@ -22,6 +22,7 @@ import f8fx
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
 from f8fx.explain_show import grouped
 from f8fx.explanation import ExplainError, Explanation, Row
+from f8fx.torch_private.versions import release
 from tests.helpers import bf16, compiled
 
 
@@ -608,8 +609,15 @@ def test_other_threads_compile_meanwhile():
             own = types.FunctionType(shift.__code__.replace(), shift.__globals__)
             call = torch.compile(own, backend=counting)
             functions.append(1)
-            for _ in range(20):
-                call(torch.ones(3))
+            made = 0
+            while made < 20:
+                try:
+                    call(torch.ones(3))
+                    made += 1
+                except RuntimeError as error:
+                    # before torch 2.15 it takes a trace of any thread for one of its own
+                    if release() >= (2, 15) or "FX to symbolically trace" not in str(error):
+                        raise
 
     with ThreadPoolExecutor(3) as pool:
         others = pool.submit(compile_and_call)
