@@ -15,12 +15,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
 from . import ahead, canary, executor, halves, inference_inputs, lowerings, peers, weight_inputs
 from .agreement import checked
-from .cache import CacheKey, has_report, load_report, load_weights, store_report, store_weights
+from .cache import CacheKey, devices_of, has_report, load_report, load_weights, store_report, store_weights
 from .graph_pass import GraphPass, PassError
 from .options import Options, as_passes
 from .partition import Partitioner
@@ -97,7 +96,7 @@ def compile_graph(
         options, config = ahead.settled(options, config)
     compile_fx = compile_fx or compile_fx_module().compile_fx
     if options.executor == "inductor":
-        config = {**canary.ensure(_devices(example_inputs), compile_fx), **config}
+        config = {**canary.ensure(devices_of(example_inputs), compile_fx), **config}
     compile_fx = partial(compile_fx, **arguments)
     graph_pass = _graph_pass(gm, example_inputs, options, config)
     peers.compare(example_inputs, options)
@@ -263,16 +262,12 @@ def _graph_pass(
 ) -> GraphPass:
     previous = as_passes(config.get("joint_custom_pre_pass", joint_custom_pre_pass()))
     key = CacheKey.of(gm, example_inputs, options)
-    if replaced := canary.key(_devices(example_inputs)):
+    if replaced := canary.key(devices_of(example_inputs)):
         key = key.extended(replaced)
     once = ahead.casts_once(config) if compiles_ahead_of_time() else False
     return GraphPass(
         _pipeline(options, constants=once), key, previous, tuning(config), KnownInputs.of(example_inputs)
     )
-
-
-def _devices(example_inputs: Sequence[Any]) -> list[torch.device]:
-    return [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
 
 
 def _pipeline(options: Options, weights: WeightInputs | None = None, constants: bool = False) -> Pipeline:

@@ -60,7 +60,7 @@ class CacheKey:
         local = [_local(value) for value in example_inputs if hasattr(value, "__tensor_flatten__")]
         if local:
             parts.append(local)
-        machine = [torch.__version__, *map(of_device, _devices(example_inputs))]
+        machine = [torch.__version__, *map(of_device, devices_of(example_inputs))]
         graph = _digest([_code(gm), [_metadata(x) for x in example_inputs], _ambient(), machine])
         if options.filter_fn is None:
             return CacheKey(_digest(parts), graph)
@@ -112,9 +112,9 @@ def _local(value: torch.Tensor) -> list[Any]:
     return [*parts, *place_in_mesh(value)]
 
 
-def _devices(example_inputs: Sequence[Any]) -> list[torch.device]:
-    found = {str(x.device): x.device for x in example_inputs if isinstance(x, torch.Tensor)}
-    return [found[name] for name in sorted(found)]
+def devices_of(example_inputs: Sequence[Any]) -> list[torch.device]:
+    """The devices that the inputs are on, each once."""
+    return list(dict.fromkeys(x.device for x in example_inputs if isinstance(x, torch.Tensor)))
 
 
 def _ambient() -> list[Any]:

@@ -209,7 +209,7 @@ def wire_text(count: int) -> str:
 def wire_note(c: Communication) -> str:
     """What the figures mean and how they came about."""
     text = f"{c.converted} of {len(c.gathers)} matrices gathered in float8. " if c.gathers else ""
-    if c.converted:  # none in graphs: FSDP2's hooks gather
+    if c.converted:  # by FSDP2's hooks, of which the graphs that were traced know nothing
         text += "The table of matmuls is of the model before it is sharded: weights that arrive in float8 are not cast again, and their layers not merged. "
     text += (
         "What a rank sends, and receives, by the ring "
