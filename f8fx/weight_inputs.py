@@ -17,8 +17,10 @@ import torch
 from torch import fx, nn
 
 from . import weights
+from .last_call import LastCall
 from .passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
 from .torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
+from .weight_copies import refusal
 from .weight_watch import training_ran
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,7 +44,7 @@ def candidates(
         if frozen and value.requires_grad:
             continue
         if type(value) is nn.Parameter:  # not a fake one, and no subclass with a layout of its own
-            if reason := weights.refusal(value):
+            if reason := refusal(value):
                 _say_refused(reason)
                 continue
         elif not is_fake(value):
@@ -135,15 +137,21 @@ def wrapped(
         last: whether copies last from call to call, or for a block of :func:`f8fx.reuse_weights`.
     """
     fetch = weights.cached if last else weights.reused
-    wanted = [(copies.place.positions, copies.place.dim, copies.formats) for copies in inputs.copies]
-    first = wanted[0][0][0]
+    places = [(copies.place.positions, copies.place.dim, copies.formats) for copies in inputs.copies]
+    every = [position for positions, _, _ in places for position in positions]
+    call = LastCall() if last and not training else None
 
     def run(*args: Any) -> Any:
-        taken = weights.made_anew if is_fake(args[first]) else fetch
-        copies = taken(
-            (([args[position] for position in positions], dim, forms) for positions, dim, forms in wanted),
-            training,
+        parameters = [args[position] for position in every]
+        wanted = (
+            ([args[position] for position in positions], dim, forms) for positions, dim, forms in places
         )
+        if is_fake(parameters[0]):
+            copies = weights.made_anew(wanted)
+        elif call is not None:
+            copies = weights.served(call, parameters, wanted)
+        else:
+            copies = fetch(wanted, training)
         if training:
             training_ran(args)
         return compiled(*args, *copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -32,7 +33,7 @@ class Watch:
         self.copies: dict[tuple[int, tuple[Watch, ...]], Any] = {}
         #: those that keep copies in which it has a part
         self.keepers: set[Watch] = set()
-        #: reads of ``.data``, optimizer steps, refreshes
+        #: the last read of ``.data``, optimizer step or refresh
         self.changes = 0
         #: training graphs that have run and that it needed a gradient in
         self.trained = 0
@@ -65,8 +66,20 @@ class Watch:
         # frozen again, it may have been written to in between; by others' training it is not
         return (_STEPS, self.trained, "frozen") if self.trained else None
 
+    def changed(self) -> None:
+        """Notes that it may have changed."""
+        self.changes = _next_sign()
+
+    @property
+    def probes(self) -> tuple[Tensor, ...]:
+        """What counts the versions of its aliases."""
+        return self.sources if self.alias is None else (self.alias, *self.sources)
+
     def drop(self) -> None:
         """Drops the copies in which it has a part."""
+        _next_sign()
+        for call in list(LAST_CALLS):
+            call.forget()
         for keeper in self.keepers:
             others = {watch for key in keeper.copies if self in key[1] for watch in key[1]} - {self}
             keeper.copies = {key: copies for key, copies in keeper.copies.items() if self not in key[1]}
@@ -76,7 +89,7 @@ class Watch:
 
     def was_read(self, alias: Tensor) -> Tensor:
         """Notes that ``.data`` was read; the alias to hand out."""
-        self.changes += 1
+        self.changed()
         if alias.is_inference():
             return alias
         if self.alias is None:
@@ -85,7 +98,7 @@ class Watch:
 
     def was_set(self, value: Tensor) -> None:
         """Notes that ``.data`` was set to a tensor, which from then on shares the parameter's memory."""
-        self.changes += 1
+        self.changed()
         memory = memory_of(value)
         first = self.sources[:1] if memory is not None and memory == self.source_memory else ()
         self.sources = first if value.is_inference() else (*first, version_probe(value))
@@ -94,8 +107,24 @@ class Watch:
 
 LOCK = threading.RLock()
 WATCHES: dict[int, Watch] = {}
+#: of graphs, what they were given last
+LAST_CALLS: weakref.WeakSet[Any] = weakref.WeakSet()
 _STEPS = 0
 _RUNS = 0
+_SIGNS = itertools.count(1)
+_LAST_SIGN = 0
+
+
+def _next_sign() -> int:
+    """The number of a change, of any parameter, that no other has: two threads may get theirs at once."""
+    global _LAST_SIGN
+    _LAST_SIGN = sign = next(_SIGNS)
+    return sign
+
+
+def last_sign() -> int:
+    """The number of the last change of any parameter that there was a sign of, but for those that tensors count."""
+    return _LAST_SIGN
 
 
 def training_ran(inputs: Iterable[Any]) -> None:
@@ -103,6 +132,7 @@ def training_ran(inputs: Iterable[Any]) -> None:
     global _RUNS
     with LOCK:
         _RUNS += 1
+        _next_sign()
         for value in inputs:
             if isinstance(value, Tensor) and value.requires_grad and (watch := WATCHES.get(id(value))):
                 watch.trained += 1
@@ -165,6 +195,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _STEPS
     with LOCK:
         _STEPS += 1
+        _next_sign()
         watches = list(WATCHES.values())
     # by memory: a frozen copy of a model may share that of the model in training
     watched: dict[int | None, list[Watch]] = {}
@@ -175,7 +206,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad or parameter.grad is not None:  # else no optimizer writes to it
                 for watch in watched.get(memory_of(parameter), ()):
-                    watch.changes += 1
+                    watch.changed()
 
 
 def memory_of(parameter: Tensor | None) -> int | None:

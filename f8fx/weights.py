@@ -21,7 +21,7 @@ is read at every call, without a look at the data and without waiting for a devi
   is part of the state. A read by itself makes the next call cast again.
 
 What no signal tells is listed at :func:`refresh_weights`. Where a parameter is known to be written
-behind all of these (:func:`refusal`), it is cast at each call.
+behind all of these (:func:`f8fx.weight_copies.refusal`), it is cast at each call.
 """
 
 from __future__ import annotations
@@ -34,15 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
-from .kernels.grouped import below_each_other
-from .passes.reuse import CastFormat, ScaleFormat
-from .streams import Made, capturing, current
-from .torch_private import managed_by_fsdp
+from .last_call import LastCall
+from .streams import current
+from .weight_copies import Copies, Format
 from .weight_watch import LOCK, WATCHES, Watch, memory_of, watch_of
-
-Format = ScaleFormat | CastFormat
-
 
 # -- what the user calls --------------------------------------------------------------------------
 
@@ -75,7 +70,7 @@ def refresh_weights(model: nn.Module | Iterable[nn.Module | Tensor] | None = Non
         watches = list(WATCHES.values())
         chosen = [watch for watch in watches if memory is None or memory_of(watch.reference()) in memory]
         for watch in chosen:
-            watch.changes += 1
+            watch.changed()
             watch.drop()
 
 
@@ -150,8 +145,23 @@ def cached(wanted: Iterable[Wanted], training: bool = False) -> list[Tensor]:
     Args:
         training: a graph takes them that may keep them for its backward.
     """
+    return _cached(wanted, training)[0]
+
+
+def served(call: LastCall, parameters: Sequence[Tensor], wanted: Iterable[Wanted]) -> list[Tensor]:
+    """The same for one inference graph, which looks first whether all is as it was at its last call.
+
+    Args:
+        parameters: those of ``wanted``, in turn.
+    """
+    return call.tensors(parameters, lambda: _cached(wanted, training=False))
+
+
+def _cached(wanted: Iterable[Wanted], training: bool) -> tuple[list[Tensor], bool]:
+    """The tensors, and whether all of them last."""
     result: list[Tensor] = []
     streams: dict[torch.device, Any] = {}
+    last = True
     for parameters, dim, formats in wanted:
         watches = tuple(map(watch_of, parameters))
         copies = watches[0].copies.get((dim, watches))
@@ -159,7 +169,8 @@ def cached(wanted: Iterable[Wanted], training: bool = False) -> list[Tensor]:
             copies = _keep(watches, dim)
         copies.trains |= training
         result += copies.get(parameters, watches, formats, _stream(parameters[0], streams))
-    return result
+        last &= copies.state is not None
+    return result, last
 
 
 def reused(wanted: Iterable[Wanted], training: bool = True) -> list[Tensor]:
@@ -171,18 +182,18 @@ def reused(wanted: Iterable[Wanted], training: bool = True) -> list[Tensor]:
         key = (dim, *map(id, parameters))
         for scope in _SCOPES:
             if scope.parameters.keys() >= set(key[1:]):
-                copies = scope.copies.setdefault(key, _Copies(dim, in_place=False))
-        copies = copies or _Copies(dim, in_place=False)
+                copies = scope.copies.setdefault(key, Copies(dim, in_place=False))
+        copies = copies or Copies(dim, in_place=False)
         watches = tuple(map(watch_of, parameters))
         result += copies.get(parameters, watches, formats, _stream(parameters[0], streams))
     return result
 
 
-def made_anew(wanted: Iterable[Wanted], training: bool = False) -> list[Tensor]:
+def made_anew(wanted: Iterable[Wanted]) -> list[Tensor]:
     """The same, kept nowhere: of fake tensors, with which DDPOptimizer calls what it has compiled."""
     result: list[Tensor] = []
     for parameters, dim, formats in wanted:
-        result += _Copies(dim, in_place=False).made_anew(parameters, formats)
+        result += Copies(dim, in_place=False).made_anew(parameters, formats)
     return result
 
 
@@ -194,154 +205,22 @@ def _stream(parameter: Tensor, known: dict[torch.device, Any]) -> Any:
     return known[device]
 
 
-def refusal(parameter: Tensor) -> str | None:
-    """Why writes to a parameter cannot be noticed, so that it must be cast at each call; else ``None``."""
-    if parameter.is_inference():
-        return "it was made under torch.inference_mode, where PyTorch counts no changes"
-    if managed_by_fsdp(parameter):
-        return "FSDP gathers weights into it without a trace"
-    if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.itemsize:
-        return "it is a part of a larger tensor, through which it can be changed without a trace"
-    if not parameter.is_cuda and parameter.is_shared():  # CUDA memory says so of itself always
-        return "it is in memory that is shared with other processes, whose writes leave no trace here"
-    return None
-
-
-# -- copies ---------------------------------------------------------------------------------------
-
-
-_NOTHING: tuple[Sequence[Format] | None, list[Tensor]] = (None, [])
-
-
-class _Copies:
-    """The scales and float8 data of one parameter, or of several side by side.
-
-    Args:
-        dim: how they are put together; see :func:`arranged`.
-        in_place: for graphs whose inputs keep their address: a new cast goes into the memory of
-            the old one. Not so between microbatches, where a backward may still have to read that.
-    """
-
-    def __init__(self, dim: int, in_place: bool) -> None:
-        self.dim = dim
-        self.in_place = in_place
-        #: a backward may have to read them still
-        self.trains = False
-        self.tensors: dict[Format, Tensor] = {}
-        self.fresh: set[Format] = set()
-        #: what was asked for, by the identity of the sequence, which a graph keeps, and what it was given
-        self.served: dict[int, tuple[Sequence[Format], list[Tensor]]] = {}
-        self.state: Any = None
-        self.made: Made | None = None
-
-    def get(
-        self, parameters: Sequence[Tensor], watches: Sequence[Watch], formats: Sequence[Format], stream: Any
-    ) -> list[Tensor]:
-        """The tensors of these formats, made now or when the parameters were in their present state.
-
-        Args:
-            stream: the current one; it waits for the casts if another one runs them.
-        """
-        state = self._state(parameters, watches)
-        # a cast captured into a CUDA graph runs at every replay, when nobody looks at states
-        if state is not None and parameters[0].is_cuda and capturing():
-            state = None
-        if state is not None and state == self.state:
-            asked, tensors = self.served.get(id(formats), _NOTHING)
-            if asked is formats:
-                if self.made is not None:
-                    self.made.before(stream, self.tensors.values())
-                return tensors
-        with LOCK:
-            if self.made is not None and state is not None:
-                self.made.before(stream, self.tensors.values())
-            self._renew(parameters, state, formats)
-            self.made = None if state is None else Made(parameters[0].device)
-            tensors = [self.tensors[form] for form in formats]
-            self.served[id(formats)] = formats, tensors
-        return tensors
-
-    def made_anew(self, parameters: Sequence[Tensor], formats: Sequence[Format]) -> list[Tensor]:
-        """The tensors of these formats, whatever there was."""
-        self._renew(parameters, None, formats)
-        return [self.tensors[form] for form in formats]
-
-    def _state(self, parameters: Sequence[Tensor], watches: Sequence[Watch]) -> Any:
-        if len(parameters) == 1:
-            return watches[0].state(parameters[0], self.in_place)
-        states = [
-            watch.state(parameter, self.in_place)
-            for watch, parameter in zip(watches, parameters, strict=True)
-        ]
-        return None if None in states else states
-
-    def _renew(self, parameters: Sequence[Tensor], state: Any, formats: Sequence[Format]) -> None:
-        if state is None or state != self.state:
-            self.fresh.clear()
-            self.served.clear()
-        if not self.fresh.issuperset(formats):
-            with torch.inference_mode(False), torch.no_grad():
-                sources = [parameter.detach() for parameter in parameters]
-                source = arranged(sources, self.dim)
-                for form in formats:
-                    self._make(source, form)
-        self.state = None if any(map(refusal, parameters)) else state
-
-    def _make(self, source: Tensor, form: Format) -> None:
-        """One scale or copy, by its definition, if there is none that is fresh."""
-        if form in self.fresh:
-            return
-        if isinstance(form, ScaleFormat):
-            amax = ops.amax(source, form.dim)
-            new = ops.scale(amax, dtype=form.dtype, power_of_2=form.power_of_2)
-        else:
-            self._make(source, form.scale)
-            new = ops.quantize(
-                source,
-                self.tensors[form.scale],
-                dtype=form.scale.dtype,
-                dim=form.scale.dim,
-                transpose=form.transpose,
-                align=list(form.align),
-            )
-        old = self.tensors.get(form) if self.in_place else None
-        if old is not None and old.shape == new.shape and old.device == new.device:
-            # a sign of change is no change: autograd minds writes, also those of the same bits
-            same = self.trains and not capturing() and _same_bits(old, new)
-            new = old if same else old.copy_(new)
-        self.tensors[form] = new
-        self.fresh.add(form)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    bits = torch.int32 if a.dtype == torch.float32 else torch.uint8
-    return torch.equal(a.view(bits), b.view(bits))
-
-
-def arranged(sources: Sequence[Tensor], dim: int) -> Tensor:
-    """What is cast of parameters: see :class:`passes.reuse.Place`."""
-    first = sources[0]
-    if first.dim() == 3:
-        return below_each_other(first, dim)
-    return first if len(sources) == 1 else ops.concat(sources, dim)
-
-
 class _Scope:
     """One :func:`reuse_weights` block."""
 
     def __init__(self, model: nn.Module) -> None:
         # held, so that no other parameter can have these ids
         self.parameters = {id(parameter): parameter for parameter in model.parameters()}
-        self.copies: dict[tuple[int, ...], _Copies] = {}
+        self.copies: dict[tuple[int, ...], Copies] = {}
 
 
 _SCOPES: list[_Scope] = []
 
 
-def _keep(watches: tuple[Watch, ...], dim: int) -> _Copies:
+def _keep(watches: tuple[Watch, ...], dim: int) -> Copies:
     """Where copies of these parameters are kept."""
     with LOCK:
-        copies = watches[0].copies.setdefault((dim, watches), _Copies(dim, in_place=True))
+        copies = watches[0].copies.setdefault((dim, watches), Copies(dim, in_place=True))
         for watch in watches:
             watch.keepers.add(watches[0])
     return copies

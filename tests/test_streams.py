@@ -54,8 +54,8 @@ def fake(monkeypatch):
     fake = Streams()
     monkeypatch.setattr("f8fx.streams._event", fake.event)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.keeps(tensor, stream))
-    for module in ("f8fx.streams.current", "f8fx.weights.current", "f8fx.fsdp.amaxes.current"):
-        monkeypatch.setattr(module, fake.current)  # for tensors on the CPU, too
+    for module in ("f8fx.streams", "f8fx.weights", "f8fx.last_call", "f8fx.fsdp.amaxes"):
+        monkeypatch.setattr(f"{module}.current", fake.current)  # for tensors on the CPU, too
     return fake
 
 

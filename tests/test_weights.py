@@ -18,7 +18,7 @@ from expecttest import TestCase
 from torch import nn
 
 import f8fx
-from f8fx import recording, weight_watch, weights
+from f8fx import recording, weight_copies, weight_watch, weights
 from f8fx.kernels import cast
 from f8fx.passes.reuse import CastFormat, ScaleFormat
 from tests.helpers import bf16, compiled, randn
@@ -756,9 +756,9 @@ def test_weights_that_other_processes_can_write_are_not_kept():
     model, x = Net().requires_grad_(False), x16()
     f8 = warm(model, x)
     weight = model.first.weight
-    assert weights.refusal(weight) is None
+    assert weight_copies.refusal(weight) is None
     model.share_memory()
-    assert "shared with other processes" in (weights.refusal(weight) or "")
+    assert "shared with other processes" in (weight_copies.refusal(weight) or "")
     infer(f8, x)
     torch._C.TensorBase.data.__get__(weight).mul_(2)  # as another process would: nothing here sees it
     assert torch.equal(infer(f8, x), uncached_rows(model, x))
@@ -772,13 +772,13 @@ def test_only_a_module_that_is_sharded_makes_weights_unwatchable():
     assert issubclass(ReplicateModule, FSDPModule)
     weight = nn.Parameter(randn(4, 4))
     gc.collect()
-    assert weights.refusal(weight) is None
+    assert weight_copies.refusal(weight) is None
     for mixin in (FSDPModule, ReplicateModule):
         sharded = type("Sharded", (mixin, nn.Linear), {})
-        assert "FSDP" in (weights.refusal(weight) or "")
+        assert "FSDP" in (weight_copies.refusal(weight) or "")
         del sharded
         gc.collect()
-        assert weights.refusal(weight) is None
+        assert weight_copies.refusal(weight) is None
 
 
 @pytest.mark.parametrize("way", ["cached", "reused"])

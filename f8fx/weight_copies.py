@@ -1,0 +1,147 @@
+"""The float8 copies of one parameter, or of several side by side, and when they are made again (:mod:`f8fx.weights`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .kernels.grouped import below_each_other
+from .passes.reuse import CastFormat, ScaleFormat
+from .streams import Made, capturing
+from .torch_private import managed_by_fsdp
+from .weight_watch import LOCK, Watch
+
+Format = ScaleFormat | CastFormat
+
+
+def refusal(parameter: Tensor) -> str | None:
+    """Why writes to a parameter cannot be noticed, so that it must be cast at each call; else ``None``."""
+    if parameter.is_inference():
+        return "it was made under torch.inference_mode, where PyTorch counts no changes"
+    if managed_by_fsdp(parameter):
+        return "FSDP gathers weights into it without a trace"
+    if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.itemsize:
+        return "it is a part of a larger tensor, through which it can be changed without a trace"
+    if not parameter.is_cuda and parameter.is_shared():  # CUDA memory says so of itself always
+        return "it is in memory that is shared with other processes, whose writes leave no trace here"
+    return None
+
+
+_NOTHING: tuple[Sequence[Format] | None, list[Tensor]] = (None, [])
+
+
+class Copies:
+    """The scales and float8 data of one parameter, or of several side by side.
+
+    Args:
+        dim: how they are put together; see :func:`arranged`.
+        in_place: for graphs whose inputs keep their address: a new cast goes into the memory of
+            the old one. Not so between microbatches, where a backward may still have to read that.
+    """
+
+    def __init__(self, dim: int, in_place: bool) -> None:
+        self.dim = dim
+        self.in_place = in_place
+        #: a backward may have to read them still
+        self.trains = False
+        self.tensors: dict[Format, Tensor] = {}
+        self.fresh: set[Format] = set()
+        #: what was asked for, by the identity of the sequence, which a graph keeps, and what it was given
+        self.served: dict[int, tuple[Sequence[Format], list[Tensor]]] = {}
+        self.state: Any = None
+        self.made: Made | None = None
+
+    def get(
+        self, parameters: Sequence[Tensor], watches: Sequence[Watch], formats: Sequence[Format], stream: Any
+    ) -> list[Tensor]:
+        """The tensors of these formats, made now or when the parameters were in their present state.
+
+        Args:
+            stream: the current one; it waits for the casts if another one runs them.
+        """
+        state = self._state(parameters, watches)
+        # a cast captured into a CUDA graph runs at every replay, when nobody looks at states
+        if state is not None and capturing():
+            state = None
+        if state is not None and state == self.state:
+            asked, tensors = self.served.get(id(formats), _NOTHING)
+            if asked is formats:
+                if self.made is not None:
+                    self.made.before(stream, self.tensors.values())
+                return tensors
+        with LOCK:
+            if self.made is not None and state is not None:
+                self.made.before(stream, self.tensors.values())
+            self._renew(parameters, state, formats)
+            self.made = None if state is None else Made(parameters[0].device)
+            tensors = [self.tensors[form] for form in formats]
+            self.served[id(formats)] = formats, tensors
+        return tensors
+
+    def made_anew(self, parameters: Sequence[Tensor], formats: Sequence[Format]) -> list[Tensor]:
+        """The tensors of these formats, whatever there was."""
+        self._renew(parameters, None, formats)
+        return [self.tensors[form] for form in formats]
+
+    def _state(self, parameters: Sequence[Tensor], watches: Sequence[Watch]) -> Any:
+        if len(parameters) == 1:
+            return watches[0].state(parameters[0], self.in_place)
+        states = [
+            watch.state(parameter, self.in_place)
+            for watch, parameter in zip(watches, parameters, strict=True)
+        ]
+        return None if None in states else states
+
+    def _renew(self, parameters: Sequence[Tensor], state: Any, formats: Sequence[Format]) -> None:
+        if state is None or state != self.state:
+            self.fresh.clear()
+            self.served.clear()
+        if not self.fresh.issuperset(formats):
+            with torch.inference_mode(False), torch.no_grad():
+                sources = [parameter.detach() for parameter in parameters]
+                source = arranged(sources, self.dim)
+                for form in formats:
+                    self._make(source, form)
+        self.state = None if any(map(refusal, parameters)) else state
+
+    def _make(self, source: Tensor, form: Format) -> None:
+        """One scale or copy, by its definition, if there is none that is fresh."""
+        if form in self.fresh:
+            return
+        if isinstance(form, ScaleFormat):
+            amax = ops.amax(source, form.dim)
+            new = ops.scale(amax, dtype=form.dtype, power_of_2=form.power_of_2)
+        else:
+            self._make(source, form.scale)
+            new = ops.quantize(
+                source,
+                self.tensors[form.scale],
+                dtype=form.scale.dtype,
+                dim=form.scale.dim,
+                transpose=form.transpose,
+                align=list(form.align),
+            )
+        old = self.tensors.get(form) if self.in_place else None
+        if old is not None and old.shape == new.shape and old.device == new.device:
+            # a sign of change is no change: autograd minds writes, also those of the same bits
+            same = self.trains and not capturing() and _same_bits(old, new)
+            new = old if same else old.copy_(new)
+        self.tensors[form] = new
+        self.fresh.add(form)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    bits = torch.int32 if a.dtype == torch.float32 else torch.uint8
+    return torch.equal(a.view(bits), b.view(bits))
+
+
+def arranged(sources: Sequence[Tensor], dim: int) -> Tensor:
+    """What is cast of parameters: see :class:`passes.reuse.Place`."""
+    first = sources[0]
+    if first.dim() == 3:
+        return below_each_other(first, dim)
+    return first if len(sources) == 1 else ops.concat(sources, dim)

@@ -1,0 +1,195 @@
+"""Weights of which nothing has changed are not asked one by one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from f8fx import refresh_weights, weight_watch
+from f8fx.last_call import LastCall
+from tests.helpers import bf16, compiled, randn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64, dtype=bf16), nn.Linear(64, 32, dtype=bf16)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Parameters whose state was asked for."""
+    parameters = []
+    state = weight_watch.Watch.state
+
+    def ask(watch, parameter, inference):
+        parameters.append(parameter)
+        return state(watch, parameter, inference)
+
+    monkeypatch.setattr(weight_watch.Watch, "state", ask)
+    yield parameters
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def served(asked):
+    """A frozen model whose weights are cached, compiled, called until nothing is asked; and its input."""
+    model, x = Net().requires_grad_(False), randn(16, 32, grad=False)
+    f8 = compiled(model, weights="cached")
+    for _ in range(3):  # compiling reads `.data`, after which a weight is cast again
+        f8(x)
+    asked.clear()
+    f8(x)
+    assert not asked
+    return model, f8, x
+
+
+def replaced(model):
+    """By another parameter on its memory, which counts the same versions."""
+    model.old = [model.second.weight]
+    model.second.weight = nn.Parameter(model.second.weight.detach(), requires_grad=False)
+
+
+def moved(model):
+    """As those do it who free the memory of a weight for a while."""
+    storage, bits = model.second.weight.untyped_storage(), model.second.weight.clone()
+    before = storage.data_ptr()
+    storage.resize_(0)
+    model.blocks = [torch.empty_like(bits) for _ in range(8)]
+    storage.resize_(bits.nbytes)
+    assert storage.data_ptr() != before
+    storage.copy_(bits.untyped_storage())
+
+
+def trained_elsewhere(model):
+    """A training graph with this option runs: an optimizer of the user's own may follow."""
+    model.others = [nn.Linear(32, 32, dtype=bf16)]  # when it goes, that is a sign of its own
+    compiled(model.others[0], weights="cached")(randn(16, 32, grad=False)).sum().backward()
+
+
+def stepped(model):
+    model.second.weight.requires_grad_(True).grad = torch.zeros_like(model.second.weight)
+    optimizer = torch.optim.AdamW([model.second.weight], fused=True, lr=0.0, weight_decay=0.0)
+    model.second.weight.requires_grad_(False)
+    version = model.second.weight._version
+    optimizer.step()
+    assert model.second.weight._version == version
+
+
+CHANGES = {
+    "written": lambda model: model.second.weight.mul_(1),
+    "replaced": replaced,
+    "moved": moved,
+    "read": lambda model: model.second.weight.data,
+    "refreshed": refresh_weights,
+    "stepped": stepped,
+    "trained": trained_elsewhere,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_sign_of_change(served, asked, change):
+    model, f8, x = served
+    change(model)
+    asked.clear()
+    f8(x)
+    assert any(parameter is model.second.weight for parameter in asked)
+    f8(x)  # AOTAutograd may read `.data` in the first call after it has compiled something else
+    asked.clear()
+    f8(x)
+    assert not asked
+
+
+def test_what_is_written_while_copies_are_made():
+    """By another thread: it may be in them or not."""
+    call, parameter, fetched = LastCall(), nn.Parameter(randn(4, 4, grad=False), requires_grad=False), []
+
+    def fetch():
+        fetched.append(True)
+        if len(fetched) == 1:
+            parameter.mul_(2)
+        return [], True
+
+    for _ in range(3):
+        call.tensors([parameter], fetch)
+    assert len(fetched) == 2
+
+
+def test_parameters_that_are_to_be_trained_now():
+    """Optimizers that are not torch.optim's mind them from then on. (Dynamo compiles such a graph anew.)"""
+    call, parameter, fetched = LastCall(), nn.Parameter(randn(4, 4, grad=False), requires_grad=False), []
+
+    def fetch():
+        fetched.append(parameter.requires_grad)
+        return [], True
+
+    for _ in range(2):
+        call.tensors([parameter], fetch)
+    parameter.requires_grad_(True)
+    for _ in range(2):
+        call.tensors([parameter], fetch)
+    assert fetched == [False, True]
+
+
+@pytest.mark.parametrize("set_to", [False, True], ids=["read", "set"])
+def test_writes_through_aliases_later(served, asked, set_to):
+    model, f8, x = served
+    alias = model.second.weight.data
+    if set_to:
+        alias = torch.zeros_like(alias)
+        model.second.weight.data = alias
+    f8(x)
+    asked.clear()
+    f8(x)
+    assert not asked
+    alias.fill_(0.25)
+    got = f8(x)
+    assert asked and torch.equal(got, compiled(model)(x))  # compiling reads `.data`
+
+
+def test_while_a_cuda_graph_is_captured(served, asked, casts, monkeypatch):
+    """Kernels run at every replay, when nobody looks: weights are cast in the graph."""
+    _, f8, x = served
+    for module in ("f8fx.last_call", "f8fx.weight_copies"):
+        monkeypatch.setattr(f"{module}.capturing", lambda: True)
+    for _ in range(2):
+        casts.clear()
+        f8(x)
+        assert {(64, 32), (32, 64)} <= set(casts)
+
+
+@pytest.mark.filterwarnings("ignore:f8fx. a weight is not cached")
+def test_weights_that_are_cast_in_each_call_anyway(asked):
+    """Those that are a part of a larger tensor: nothing is kept, and so nothing is told apart."""
+    memory = torch.zeros(2, 64, 32, dtype=bf16)
+    layer, x = nn.Linear(32, 64, bias=False, dtype=bf16), randn(16, 32, grad=False)
+    layer.requires_grad_(False)
+    f8 = compiled(layer, weights="cached")
+    f8(x)
+    with torch.no_grad():
+        memory[0] = layer.weight
+        layer.weight.data = memory[0]
+    for value in (1.0, 2.0):
+        memory.view(-1).untyped_storage().copy_(torch.full_like(memory, value).untyped_storage())
+        assert torch.equal(f8(x), compiled(layer)(x))
+
+
+def test_copies_go_with_any_of_the_weights(served):
+    """At once, and not when the graph is called again."""
+    model, _, _ = served
+    watch = weight_watch.WATCHES[id(model.second.weight)]
+    (copies,) = watch.copies.values()
+    tensors = [weakref.ref(tensor) for tensor in copies.tensors.values()]
+    assert tensors
+    del watch, copies
+    model.second.weight = None
+    gc.collect()
+    assert all(tensor() is None for tensor in tensors)
