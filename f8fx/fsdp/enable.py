@@ -32,7 +32,9 @@ from f8fx.torch_private import (
 
 from .copies import Copies, Wanted
 from .formats import Format
+from .held import held, key_of
 from .judge import Candidate, GatherDecision, judge
+from .outside import held_outside
 from .reduce import maximum
 from .scales import BeginForward, EndForward, Mode, Scales
 from .shard import Float8Shard
@@ -100,7 +102,7 @@ def enable_float8_all_gather(
     if copies not in ("auto", "both"):
         raise ValueError(f"copies must be 'auto' or 'both', got {copies!r}")
     manager = Scales(scales)
-    judged = judge(model, options)
+    judged = judge(model, options, outside=held_outside(model))
     decisions = [verdict.decision for verdict in judged]
     found = [(verdict.candidate, verdict.formats) for verdict in judged if verdict.formats]
     sharded = {
@@ -195,7 +197,7 @@ class _SavePlain:
         self.name = name
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        key = prefix + self.name
+        key = prefix + key_of(module, self.name)
         value = state_dict.get(key)
         if isinstance(value, nn.Parameter):
             return  # keep_vars=True asks for the parameters themselves
@@ -204,7 +206,7 @@ class _SavePlain:
             return
         if isinstance(value, DTensor):
             local.weight.copies.stays_in_memory(local)
-        plain = _counted(local, getattr(module, self.name)).detach()
+        plain = _counted(local, held(module, self.name)).detach()
         state_dict[key] = dtensor_like(value, plain) if isinstance(value, DTensor) else plain
 
 
@@ -235,7 +237,7 @@ class _LoadWrapped:
         if not self.weight.owners:
             return  # of a model out of a file, whose parameters are plain tensors
         self.weight.manager.loaded()
-        key = prefix + self.name
+        key = prefix + key_of(module, self.name)
         value = state_dict.get(key)
         if not metadata.get("assign_to_params_buffers", False) or not isinstance(value, Tensor):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -82,15 +83,20 @@ class Verdict:
     decision: GatherDecision
 
 
-def judge(model: nn.Module, options: Options, split: int = 1) -> list[Verdict]:
+def judge(
+    model: nn.Module, options: Options, split: int = 1, outside: Set[int] = frozenset()
+) -> list[Verdict]:
     """Which weights are gathered in float8: what :func:`enable_float8_all_gather` does and `explain` predicts.
 
     Args:
         split: see :class:`Candidate`; of parameters that are no DTensors.
+        outside: identities of parameters that others hold as well (:mod:`f8fx.fsdp.outside`).
     """
     judged: list[Verdict] = []
     for candidate in _candidates(model, split, options.experts == "convert"):
         formats = _judge(candidate, options)
+        if id(candidate.param) in outside and not isinstance(formats, str):
+            formats = "shared with a module outside of the model"
         reason = formats if isinstance(formats, str) else "converted"
         kept = () if isinstance(formats, str) else formats
         decision = GatherDecision(candidate.fqn, candidate.shape, bool(kept), reason)

@@ -86,8 +86,7 @@ class Scales:
     def begin_forward(self) -> None:
         """The model's forward begins."""
         if not in_backward():
-            if not capturing():  # the host waits for that
-                settle(weight.copies for weight in self.weights)
+            self._settle()
             for weight in self.weights:
                 weight.copies.drop_backward_copy()
         self.fresh = False
@@ -95,6 +94,11 @@ class Scales:
         if self.due(self.weights) and not recomputed:
             self.refresh()
         self.running = True
+
+    def _settle(self) -> None:
+        """What gathers carry from now on, if a step was watched."""
+        if not capturing():  # the host waits for that
+            settle(weight.copies for weight in self.weights)
 
     def due(self, weights: Iterable[WeightScales]) -> bool:
         """Whether amaxes are to be taken where that is possible, as far as these weights tell."""
@@ -133,8 +137,11 @@ class Scales:
                 ``"manual"``, since they were last taken.
         """
         problem = None
+        outside = not self.running and not in_backward()
+        if outside and weight.copies.open:
+            self._settle()  # no forward of the model begins where its parts are called, or methods of it
         # of the others each is looked at when it is gathered itself
-        if not self.running and not in_backward() and not self.fresh and self.due([weight]):
+        if outside and not self.fresh and self.due([weight]):
             self.refresh()
             self.fresh = True
         elif self.mode == "manual" or not in_backward():

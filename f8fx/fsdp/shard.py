@@ -130,7 +130,9 @@ class Float8Shard(torch.Tensor):
             return nn.Parameter(self.plain.detach(), self.requires_grad).__reduce_ex__(protocol)
         return self.plain.__reduce_ex__(protocol)
 
+    # frames that Dynamo skips run inside a compiled call, and what they call would be compiled
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if torch.is_inference_mode_enabled() and (func in _STAYS or is_composite(func)):
             # what FSDP2 makes of a shard outlives the mode; and operators are taken apart outside of it alone

@@ -155,7 +155,9 @@ class Float8Weight(torch.Tensor):
             alternate=self.alternate,
         )
 
+    # frames that Dynamo skips run inside a compiled call, and what they call would be compiled
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         weight = args[0] if args else None

@@ -24,6 +24,7 @@ from f8fx.torch_private import local_part, version_counter
 from .amaxes import Reduced
 from .copies import Copies
 from .formats import Format
+from .held import held
 
 if TYPE_CHECKING:
     from .scales import Scales
@@ -92,7 +93,7 @@ class WeightScales:
     def parameter(self) -> Tensor | None:
         """The parameter as it is now, sharded; ``None`` if it was replaced by another."""
         for module, name in self.holders():
-            param = getattr(module, name, None)
+            param = held(module, name)
             if isinstance(param, Tensor) and _shard_of(param) is not None:
                 return param
         # gathered at the moment: FSDP2 has put the gathered weight into the module

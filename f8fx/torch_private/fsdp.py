@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,14 @@ def reshards_after_forward(group: Any) -> bool | str | None:
 def pre_hooks(module: torch.nn.Module) -> list[Any]:
     """A module's forward pre-hooks, in the order in which they run (``_forward_pre_hooks``)."""
     return list(module._forward_pre_hooks.values())
+
+
+def own_parameters(module: torch.nn.Module) -> Mapping[str, Any]:
+    """What a module has registered as its parameters, by name (``_parameters``).
+
+    ``getattr`` computes a parameter where it has a parametrization.
+    """
+    return vars(module).get("_parameters") or {}
 
 
 def gather_group(group: Any) -> None:

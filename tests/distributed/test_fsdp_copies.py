@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import f8fx
@@ -443,6 +443,29 @@ def weights_that_graphs_hand_on():
     assert_same(*results)
 
 
+class Encoder(Net):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+def models_that_are_not_called_themselves() -> None:
+    """But through a method, or their parts one by one."""
+    for method in (True, False):
+        torch.manual_seed(0)
+        # the block that is called is a root for FSDP2, which by default does not reshard those
+        setup = Setup("rowwise", world_mesh(), True, shard={"reshard_after_forward": True})
+        model = setup.apply(Encoder(depth=1).to(bf16))
+        register_fsdp_forward_method(model, "encode")
+        call = model.encode if method else model.blocks[0]
+        counts = []
+        for step in range(3):
+            with collectives() as sent:
+                loss_of(call(batch(step))).backward()
+            counts.append(gathered(sent))
+        assert counts[0] - counts[1] == in_blocks(model), (method, counts)
+        assert counts[1] == counts[2]
+
+
 def test_two_ranks():
     run_checks(
         2,
@@ -461,5 +484,6 @@ def test_two_ranks():
             kept_for_good,
             after_a_backward_that_failed,
             weights_that_graphs_hand_on,
+            models_that_are_not_called_themselves,
         ],
     )

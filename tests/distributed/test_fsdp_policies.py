@@ -29,7 +29,7 @@ from tests.distributed.models import (
     world_mesh,
 )
 from tests.distributed.sent import InGraph, collectives
-from tests.helpers import Block, bf16
+from tests.helpers import Block, bf16, sqnr
 from tests.long import with_long
 
 #: For what is about numbers alone.
@@ -383,6 +383,24 @@ def enabled_after_fully_shard():
     assert any(decision.reason == "converted" for decision in enable_float8_all_gather(model[1]))
 
 
+def read_in_frames_that_dynamo_skips():
+    """``torch.nn``'s own: what they call runs inside a compiled call, and was compiled, the weight's own code with it."""
+    results = []
+    for float8 in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True).to(bf16)
+        if float8:
+            enable_float8_all_gather(layer)
+        layer.compile(backend=f8fx.f8fx, options=OPTIONS)
+        fully_shard(layer, mesh=world_mesh())
+        loss_of(layer(batch(0)[None])).backward()
+        layer.eval()
+        with torch.no_grad():
+            results.append(layer(batch(1)[None]))
+    assert sqnr(results[0], results[1]) > 20
+
+
 def test_two_ranks():
     run_checks(
         2,
@@ -403,5 +421,6 @@ def test_two_ranks():
             learned_tokens,
             evaluated_in_inference_mode,
             dtype_of_gradients,
+            read_in_frames_that_dynamo_skips,
         ],
     )

@@ -238,6 +238,57 @@ def test_a_parameter_that_was_replaced_is_told_of_once(caplog):
     assert "'up.weight' was replaced" in record.getMessage()
 
 
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return 2 * weight
+
+
+def test_a_parametrization_that_comes_later():
+    """It is the user's code: nothing but the model runs it. Checkpoints hold what is under it."""
+    model, count, x = nn.Sequential(nn.Linear(32, 32, bias=False)), Counts(), torch.ones(16, 32)
+    want = 2 * model(x)
+    enable_float8_all_gather(model)
+    nn.utils.parametrize.register_parametrization(model[0], "weight", count)
+    count.calls = 0
+    assert torch.equal(model(x), want)
+    assert count.calls == 1
+    state = model.state_dict()
+    key = "0.parametrizations.weight.original"
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert torch.equal(state[key], model[0].parametrizations.weight.original.plain)
+    model.load_state_dict({**state, key: torch.zeros(32, 32)}, assign=True)
+    assert isinstance(model[0].parametrizations.weight.original, Float8Shard)
+    assert not model.state_dict()[key].any() and count.calls == 1
+
+
+def test_weights_that_others_hold():
+    """They would be two from then on; what only variables and the model hold, wrapped or not, is nobody else's."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    model[2].weight = model[1].weight
+    tied, listed = nn.Embedding(32, 32), nn.ParameterList([model[3].weight])
+    tied.weight = model[0].weight
+    variables = [model[1].weight, torch.compile(model), copy.copy(dict(model.named_parameters()))]
+    decided = {decision.fqn: decision.reason for decision in enable_float8_all_gather(model)}
+    outside = "shared with a module outside of the model"
+    assert decided == {"0.weight": outside, "1.weight": "converted", "3.weight": outside}
+    assert tied.weight is model[0].weight and listed[0] is model[3].weight
+    assert model[2].weight is model[1].weight and variables
+
+
+def test_garbage_holds_no_weights():
+    """Which ranks may have collected or not."""
+    model, other = nn.Linear(32, 32), nn.Embedding(32, 32)
+    other.weight, other.cycle = model.weight, [other]
+    del other
+    (decision,) = enable_float8_all_gather(model)
+    assert decision.converted
+
+
 # -- the gathered weight
 
 
