@@ -2,8 +2,8 @@
 
 To ask each parameter for its state (:meth:`f8fx.weight_watch.Watch.state`) takes microseconds, and a model has hundreds
 of parameters: more than it takes a CUDA graph to replay a layer. So first it is seen whether there was a sign of change of
-*any* parameter, and whether those of the graph are the same objects, in the same memory, of the same versions. Who asks
-more leniently than one by one would be wrong, so every sign that counts there counts here, for all parameters.
+*any* parameter, and whether those of the graph are the same objects, in the same memory, of the same versions. Every sign that
+counts for one of them counts here for all: what is given again here would be given again there.
 """
 
 from __future__ import annotations

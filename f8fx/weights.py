@@ -20,6 +20,8 @@ is read at every call, without a look at the data and without waiting for a devi
   (:mod:`f8fx.parameter_data`): it hands out aliases that all share one version counter, and that counter
   is part of the state. A read by itself makes the next call cast again.
 
+Most calls of an inference graph find at once that nothing at all has changed (:mod:`f8fx.last_call`).
+
 What no signal tells is listed at :func:`refresh_weights`. Where a parameter is known to be written
 behind all of these (:func:`f8fx.weight_copies.refusal`), it is cast at each call.
 """

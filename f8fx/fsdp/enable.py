@@ -88,7 +88,7 @@ def enable_float8_all_gather(
         One decision for each 2-D parameter, and for those of experts. What is not converted is untouched.
 
     Raises:
-        ValueError: for an unknown recipe or option, for a model this was called on before, and for weights that
+        ValueError: for an unknown recipe, option or mesh, for a model this was called on before, and for weights that
             ``fully_shard`` has sharded already.
         RuntimeError: on every rank, if ranks decide differently.
     """
@@ -101,6 +101,8 @@ def enable_float8_all_gather(
         raise ValueError(f"scales must be 'step', 'forward' or 'manual', got {scales!r}")
     if copies not in ("auto", "both"):
         raise ValueError(f"copies must be 'auto' or 'both', got {copies!r}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {mesh!r}")
     manager = Scales(scales)
     judged = judge(model, options, outside=held_outside(model))
     decisions = [verdict.decision for verdict in judged]

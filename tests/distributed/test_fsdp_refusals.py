@@ -156,6 +156,7 @@ def test_calls_that_mean_nothing():
         {"scales": "never"},
         {"experts": True},
         {"filter_fqns": "gate"},
+        {"mesh": "fsdp"},
     ):
         model = Block()
         with pytest.raises(ValueError):
