@@ -15,8 +15,10 @@ def held(module: nn.Module, name: str) -> Any:
 
     It is not computed: a parametrization is the user's code, and may count its calls or change its buffers.
     """
-    path, _, own_name = key_of(module, name).rpartition(".")
-    return own_parameters(module.get_submodule(path)).get(own_name)
+    own = own_parameters(module).get(name)
+    if own is None and is_parametrized(module, name):
+        own = own_parameters(module.get_submodule(f"parametrizations.{name}")).get("original")
+    return own
 
 
 def key_of(module: nn.Module, name: str) -> str:
