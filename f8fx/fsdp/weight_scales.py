@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -31,11 +32,20 @@ if TYPE_CHECKING:
     from .shard import Float8Shard
 
 
-def _shard_of(param: Tensor) -> Float8Shard | None:
+@cache
+def _shard_type() -> type[Float8Shard]:
     from .shard import Float8Shard
 
+    return Float8Shard
+
+
+def _shard_of(param: Tensor) -> Float8Shard | None:
     local = local_part(param)
-    return local if isinstance(local, Float8Shard) else None
+    return local if isinstance(local, _shard_type()) else None
+
+
+def _version(param: Tensor, own: Float8Shard) -> tuple[int, Any]:
+    return version_counter(param), own.version()
 
 
 @dataclass(eq=False)
@@ -114,12 +124,13 @@ class WeightScales:
         own = None if param is None else _shard_of(param)
         if param is None or own is None:
             return None, shard.version()
-        return version_counter(param), own.version()
+        return _version(param, own)
 
     def changed(self) -> bool:
         """Whether the weight may have changed since its amaxes were taken, as far as can be seen."""
-        own = None if self.version is None else self.shard()
-        return own is not None and self.version != self.version_now(own)
+        param = None if self.version is None else self.parameter()
+        own = None if param is None else _shard_of(param)
+        return param is not None and own is not None and self.version != _version(param, own)
 
     def _sharded_dims(self) -> list[int]:
         """Of the parameter's mesh, those that FSDP2 shards over."""
