@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from . import ahead, canary, executor, halves, inference_inputs, lowerings, peers, weight_inputs
-from .agreement import checked
+from . import ahead, canary, executor, halves, inference_inputs, kernel_forms, lowerings
 from .cache import CacheKey, devices_of, has_report, load_report, load_weights, store_report, store_weights
 from .graph_pass import GraphPass, PassError
 from .options import Options, as_passes
@@ -26,6 +25,8 @@ from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
 from .passes.halves import ANYTHING, NOTHING, ReadsOther
 from .passes.parameters import KnownInputs
+from .ranks import peers
+from .ranks.agreement import checked
 from .report import GraphReport, log, publish
 from .resumed import name_modules
 from .torch_private import (
@@ -42,6 +43,7 @@ from .torch_private import (
     repeatable_backwards,
 )
 from .tuning import tuning
+from .weights import inputs as weight_inputs
 
 CompileFx = Callable[..., Any]
 
@@ -262,7 +264,7 @@ def _graph_pass(
 ) -> GraphPass:
     previous = as_passes(config.get("joint_custom_pre_pass", joint_custom_pre_pass()))
     key = CacheKey.of(gm, example_inputs, options)
-    if replaced := canary.key(devices_of(example_inputs)):
+    if replaced := kernel_forms.key(devices_of(example_inputs)):
         key = key.extended(replaced)
     once = ahead.casts_once(config) if compiles_ahead_of_time() else False
     return GraphPass(

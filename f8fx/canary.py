@@ -38,20 +38,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from . import ops
-from .canary_cases import Case, Kind, cases, data, special
+from .canary_cases import Case, cases, data, special
 from .hardware import of_device
+from .kernel_forms import FORMS, TRYING, VERDICTS, Form, Verdict, numbered
+from .lowerings import register
 from .records import store_json
 from .sources import source_hash
 from .torch_private import (
-    Lowering,
     compile_fx_module,
     inductor_cache_dir,
     inductor_config,
@@ -60,55 +60,11 @@ from .torch_private import (
     untraced,
 )
 
-Form = Literal["fused", "realized", "separate", "composed", "definition"]
-
-#: The forms of each kind, the preferred one first. Later kinds are checked with the forms chosen for earlier ones.
-FORMS: Mapping[Kind, tuple[Form, ...]] = {
-    "cast": ("fused", "definition"),
-    "transpose": ("fused", "realized", "definition"),
-    "reduction": ("fused", "separate", "definition"),
-    "one read": ("fused", "composed"),
-}
-
 _MIX_ORDER = "triton.mix_order_reduction"
 
 CompileFx = Callable[..., Any]
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found on one device.
-
-    Attributes:
-        device: its name.
-        forms: the form in which each kind of kernel is compiled.
-        failures: what went wrong in the forms that were passed over, in sentences.
-        seconds: how long it took; 0 for a verdict from disk.
-        lasting: whether it is one on these versions, for other processes, too. A kernel that raised may have done so
-            for want of memory.
-    """
-
-    device: str
-    forms: Mapping[str, Form]
-    failures: tuple[str, ...] = ()
-    seconds: float = 0.0
-    lasting: bool = True
-
-    @property
-    def ok(self) -> bool:
-        """Whether every kind passed in its preferred form."""
-        return not self.changed
-
-    @property
-    def changed(self) -> dict[str, Form]:
-        """The kinds that are compiled in a safer form."""
-        return {kind: form for kind, form in self.forms.items() if form != "fused"}
-
-    def __str__(self) -> str:
-        if self.ok:
-            return "bytes agree in " + ", ".join(self.forms)
-        chosen = ", ".join(f"{kind} in its form {form!r}" for kind, form in self.changed.items())
-        return f"{chosen}; " + "; ".join(self.failures)
+_LOCK = threading.RLock()
 
 
 # -- running them ----------------------------------------------------------------------------------
@@ -162,7 +118,7 @@ def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: 
             x, y = data(case.gpu_shape if on_gpu else case.shape, device, case.dtype)
             graph = fx.symbolic_trace(case.run)
             # Inductor's caches do not know forms, and would give one the code of another
-            patches = {**_patches(_TRYING.forms), "force_disable_caches": True}
+            patches = {**_patches(TRYING.forms), "force_disable_caches": True}
             compiled = compile_fx(graph, [x, y], config_patches=patches)
             for inputs in ((x, y), (special(x), y)):
                 for index, (want, got) in enumerate(zip(case.run(*inputs), compiled(*inputs), strict=True)):
@@ -186,24 +142,9 @@ def _same(want: Tensor, got: Tensor) -> bool:
     return bool((bits | (nan & got.float().isnan())).all())
 
 
-# -- what graphs are compiled with -----------------------------------------------------------------
-
-
-class _Trying(threading.local):
-    """The forms a check is trying out on this thread."""
-
-    device: torch.device | None = None
-    forms: Mapping[str, Form] = {}
-
-
-_TRYING = _Trying()
-_VERDICTS: dict[torch.device, Verdict] = {}
-_LOCK = threading.RLock()
-
-
 @contextmanager
 def _trying(device: torch.device, forms: Mapping[str, Form]) -> Iterator[None]:
-    _TRYING.device, _TRYING.forms = _numbered(device), forms
+    TRYING.device, TRYING.forms = numbered(device), forms
     try:
         with contextlib.ExitStack() as stack:
             for block in (untraced(), just_in_time(), torch.inference_mode(False), torch.no_grad()):
@@ -213,14 +154,7 @@ def _trying(device: torch.device, forms: Mapping[str, Form]) -> Iterator[None]:
                 stack.enter_context(torch.cuda.device(device))
             yield
     finally:
-        _TRYING.device, _TRYING.forms = None, {}
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """``cuda`` is the current device of that type, as everywhere in torch."""
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+        TRYING.device, TRYING.forms = None, {}
 
 
 def applies(device: torch.device) -> bool:
@@ -232,64 +166,27 @@ def ensure(devices: Iterable[torch.device], compile_fx: CompileFx | None = None)
     """Checks devices that were not; returns Inductor options that the verdicts ask for."""
     patches: dict[str, Any] = {}
     for device in dict.fromkeys(devices):
-        if _TRYING.device is None and applies(device):
+        if TRYING.device is None and applies(device):
             patches |= _patches(verdict_on(device, compile_fx).forms)
     return patches
 
 
 def verdict_on(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
     """The verdict on a device: of this process, else of an earlier one with the same versions, else a new one."""
-    device = _numbered(device)
+    device = numbered(device)
     with _LOCK:
-        found = _VERDICTS.get(device)
+        found = VERDICTS.get(device)
         if found is None:
             found = _load(device)
             if found is None:
-                from .lowerings import register
-
                 register()
                 found = check(device, compile_fx)
                 if found.lasting:
                     _store(device, found)
             elif not found.ok:
                 _warn(found)
-            _VERDICTS[device] = found
+            VERDICTS[device] = found
         return found
-
-
-def key(devices: Iterable[torch.device]) -> tuple[Any, ...]:
-    """What a cache key must hold of the forms in use: nothing where all are the preferred ones."""
-    verdicts = (_VERDICTS.get(device) for device in dict.fromkeys(map(_numbered, devices)))
-    return tuple(
-        sorted((v.device, *sorted(v.changed.items())) for v in verdicts if v is not None and not v.ok)
-    )
-
-
-def form(device: torch.device, kind: Kind) -> Form:
-    """The form in which a kind of kernel is to be compiled for a device."""
-    device = _numbered(device)
-    if _TRYING.device == device:
-        return _TRYING.forms.get(kind, "definition")
-    verdict = _VERDICTS.get(device)
-    return "fused" if verdict is None else verdict.forms[kind]
-
-
-def guarded(table: Lowering, op: Any, fused: Callable[..., Any]) -> Callable[..., Any]:
-    """The lowering of one of our operators in the form chosen for the device of its first argument."""
-
-    def lower(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if op is ops.amax:
-            kind: Kind = "reduction"
-        else:
-            kind = "transpose" if op is ops.quantize_both or kwargs.get("transpose") else "cast"
-        chosen = form(x.get_device(), kind)
-        if chosen == "definition":
-            return table.definition(op, x, *args, **kwargs)
-        if chosen == "realized":
-            x = table.alone(x)
-        return fused(x, *args, **kwargs)
-
-    return lower
 
 
 def _patches(forms: Mapping[str, Form]) -> dict[str, Any]:

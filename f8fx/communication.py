@@ -18,7 +18,7 @@ What bytes on the wire and seconds are, :mod:`f8fx.wire` says.
 
 Tensor parallelism divides what FSDP2 shards. Parameters that are DTensors are taken as they are split; without a plan
 every matrix is taken to be split over its rows, vectors not at all. What tensor parallelism itself sends stands in the
-traced graphs, and is counted there where the model is parallelized (:mod:`f8fx.parallelized`).
+traced graphs, and is counted there where the model is parallelized (:mod:`f8fx.explanation.parallelized`).
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from .agreement import as_plain, confirm
 from .cache import CacheKey
 from .passes import FilterError, Pipeline
 from .passes.backward import depending_on_tangents
 from .passes.decided import is_decided, mark_decided
 from .passes.parameters import KnownInputs
 from .passes.traffic import gathers, traffic
+from .ranks.agreement import as_plain, confirm
 from .report import GraphReport, Traffic
 from .torch_private import CustomGraphPass, forget_traced_regions
 
@@ -77,7 +77,7 @@ class GraphPass(CustomGraphPass):
         self.reports.append(report)
 
     def confirm(self, sent: list[Traffic]) -> None:
-        """Returns once all ranks have decided alike (:func:`f8fx.agreement.confirm`)."""
+        """Returns once all ranks have decided alike (:func:`f8fx.ranks.agreement.confirm`)."""
         confirm(sent)
         self.confirmed += sent
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .weight_inputs import may_train
+from .weights.inputs import may_train
 
 
 def savable(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:

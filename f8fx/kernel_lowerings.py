@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from . import canary, ops
+from . import ops
+from .kernel_forms import form
 from .kernels import computed_amaxes, launch, row_cast_columns
 from .torch_private import EXPRESSION_IMPORTS, Lowering, as_strided_keeps_offsets, expressions, jit_function
 
@@ -217,7 +218,7 @@ def _computed_amaxes(
 
 def _is_allowed(x: Any) -> bool:
     device = x.get_device()
-    return device.type == "cuda" and canary.form(device, "one read") == "fused"
+    return device.type == "cuda" and form(device, "one read") == "fused"
 
 
 def tiled(x: Any) -> Any:

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from . import canary, ops
+from . import ops
+from .kernel_forms import guarded
 from .kernel_lowerings import amax_both, column_sums, is_tiled, quantize_rowwise, tiled
 from .recipe import EPS
 from .torch_private import (
@@ -50,7 +51,7 @@ def register() -> None:
     table = Lowering()
 
     def register_guarded(op: Any, fused: Callable[..., Any]) -> None:
-        table.register(op, canary.guarded(table, op, fused))
+        table.register(op, guarded(table, op, fused))
 
     register_guarded(ops.amax, lambda x, dim=None: _amax(table, x, dim))
     table.register(ops.scale, lambda amax, **kwargs: _scale(table, amax, **kwargs))

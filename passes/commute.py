@@ -174,7 +174,7 @@ def _check_padding(gathered: Gathered, step: Step, rank_in: RankIn) -> None:
 
     Shards are padded to the size of the largest: what cuts more off is no unpadding, on any rank. Beyond that each
     rank vouches for its own shard. That all ranks come to the same decision is checked elsewhere
-    (:mod:`f8fx.agreement`).
+    (:mod:`f8fx.ranks.agreement`).
     """
     length, end = shape_of(gathered.shard)[step.dim], shape_of(step.result)[step.dim]
     rank = rank_in(gathered.group)

@@ -4,7 +4,7 @@
 rows sorted by expert, ``offsets`` being where each expert's rows end:
 
 * the layer, ``x`` by ``w``, and its ``grad_input``, the gradient by ``w.mT``: a float8 gemm takes each row with a scale
-  of its own, and each expert's matrix with one for every row of the result;
+  of its own, and each expert's matrix with one for every column of the result;
 * ``grad_weight``, where the rows are contracted, expert by expert. A float8 gemm reads 16 of them at once, so that every
   expert would have to have a multiple of 16, and how many it has is known on the device alone. It stays in high precision.
 

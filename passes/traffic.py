@@ -2,7 +2,7 @@
 
 A collective hangs unless every rank of its group joins in the same one. So whatever a pass decides about gathers,
 it must decide alike on all ranks. :func:`traffic` writes down, for each group, the gathers of the graph as they
-were and what is sent instead; :mod:`f8fx.agreement` compares it between ranks.
+were and what is sent instead; :mod:`f8fx.ranks.agreement` compares it between ranks.
 """
 
 from __future__ import annotations

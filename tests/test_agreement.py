@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from f8fx import agreement, ledger, peers
-from f8fx.agreement import _Graph, checked, confirm
-from f8fx.ledger import RankDisagreement, others_known
-from f8fx.peers import Peers
+from f8fx.ranks import agreement, ledger, peers
+from f8fx.ranks.agreement import _Graph, checked, confirm
+from f8fx.ranks.ledger import RankDisagreement, others_known
+from f8fx.ranks.peers import Peers
 from f8fx.report import Traffic
 
 BEFORE = ("all_gather_into_tensor bf16[96,64]",)

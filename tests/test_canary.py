@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 import f8fx
 from f8fx import canary, canary_cases, lowerings, ops
-from f8fx.canary import FORMS, Verdict
+from f8fx.kernel_forms import FORMS, VERDICTS, Verdict, form, key
 from f8fx.kernels import cast, computed_amaxes
 from tests.helpers import bf16, compiled, randn
 
@@ -24,8 +25,9 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """No verdicts of this process, none on disk."""
-    monkeypatch.setattr(canary, "_VERDICTS", {})
     monkeypatch.setattr(canary, "inductor_cache_dir", lambda: str(tmp_path))
+    with patch.dict(VERDICTS, clear=True):
+        yield
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def break_casts(monkeypatch, kind, *forms):
 
     def wrong(table, x, scale, **kwargs):
         is_kind = kind == ("transpose" if kwargs.get("transpose") else "cast")
-        if is_kind and canary.form(CPU, kind) in forms:
+        if is_kind and form(CPU, kind) in forms:
             scale = table(aten.mul, scale, 2.0)
         return right(table, x, scale, **kwargs)
 
@@ -52,7 +54,7 @@ def break_amax(monkeypatch, *forms):
 
     def wrong(table, x, dim):
         result = right(table, x, dim)
-        return table(aten.mul, result, 0.5) if canary.form(CPU, "reduction") in forms else result
+        return table(aten.mul, result, 0.5) if form(CPU, "reduction") in forms else result
 
     monkeypatch.setattr(lowerings, "_amax", wrong)
 
@@ -92,7 +94,7 @@ def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, checked, kind,
     assert verdict.changed == {kind: chosen}
     assert len(verdict.failures) == len(broken) and "differs from its definition" in verdict.failures[0]
     assert patches == ({"triton.mix_order_reduction": False} if kind == "reduction" else {})
-    assert canary.key([CPU]) == (("cpu", (kind, chosen)),)
+    assert key([CPU]) == (("cpu", (kind, chosen)),)
 
 
 @pytest.mark.parametrize("op", [ops.quantize_rowwise, ops.amax_both], ids=str)
@@ -100,9 +102,7 @@ def test_kernels_of_ours_that_are_wrong_are_replaced(op):
     """Either of them; a CPU has neither, so the compiler stands in."""
 
     def compile_fx(graph, inputs, **kwargs):
-        wrong = canary.form(CPU, "one read") == "fused" and graph.graph.find_nodes(
-            op="call_function", target=op
-        )
+        wrong = form(CPU, "one read") == "fused" and graph.graph.find_nodes(op="call_function", target=op)
         return lambda *args: [x.flip(0) if wrong else x for x in graph(*args)]
 
     with pytest.warns(UserWarning, match="one read in its form 'composed'"):
@@ -110,7 +110,7 @@ def test_kernels_of_ours_that_are_wrong_are_replaced(op):
     assert verdict.changed == {"one read": "composed"}
     (failure,) = verdict.failures
     assert failure.startswith("one read in its form 'fused'") and "differs from its definition" in failure
-    assert canary.key([CPU]) == (("cpu", ("one read", "composed")),)
+    assert key([CPU]) == (("cpu", ("one read", "composed")),)
 
 
 def test_float32_is_checked_on_gpus_only(monkeypatch):
@@ -142,7 +142,7 @@ def test_a_graph_compiled_with_safe_kernels_is_right(monkeypatch, checked, form)
         with pytest.warns(UserWarning, match="are replaced by slower ones"):
             got = train(compiled(F.linear, executor="inductor"))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-        monkeypatch.setattr(canary, "_VERDICTS", {})
+        VERDICTS.clear()
         monkeypatch.setattr(canary, "applies", lambda device: False)
         got = train(compiled(F.linear, executor="inductor"))
         assert not all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
@@ -155,9 +155,9 @@ def test_the_forms_in_use_are_in_the_cache_key(monkeypatch):
     options = f8fx.Options.parse()
     plain = _graph_pass(gm, x, options, {}).uuid()
     fused = dict.fromkeys(FORMS, "fused")
-    monkeypatch.setitem(canary._VERDICTS, CPU, Verdict("cpu", fused))
+    monkeypatch.setitem(VERDICTS, CPU, Verdict("cpu", fused))
     assert _graph_pass(gm, x, options, {}).uuid() == plain
-    monkeypatch.setitem(canary._VERDICTS, CPU, Verdict("cpu", {**fused, "transpose": "realized"}))
+    monkeypatch.setitem(VERDICTS, CPU, Verdict("cpu", {**fused, "transpose": "realized"}))
     assert _graph_pass(gm, x, options, {}).uuid() != plain
 
 
@@ -191,7 +191,7 @@ def test_what_raised_is_not_held_against_the_versions(monkeypatch):
     with pytest.warns(UserWarning, match="OutOfMemoryError"):
         assert not canary.verdict_on(CPU, compile_fx).ok
     assert not canary.verdict_on(CPU).ok and canary._load(CPU) is None
-    canary._VERDICTS.clear()
+    VERDICTS.clear()
     with pytest.warns(UserWarning, match="differs from its definition"):
         canary.verdict_on(
             CPU, lambda graph, inputs, **kwargs: lambda *args: [x.flip(0) for x in graph(*args)]
@@ -209,7 +209,7 @@ def test_a_later_process_reads_the_result(monkeypatch):
     canary._store(CPU, Verdict("cpu", dict.fromkeys(FORMS, "fused"), (), 3.0))
     monkeypatch.setattr(canary, "check", None)
     assert canary.verdict_on(CPU).ok
-    canary._VERDICTS.clear()
+    VERDICTS.clear()
     path = canary._path(CPU)
     path.write_text(json.dumps({"device": "cpu", "forms": {"cast": "?"}, "failures": []}))
     assert canary._load(CPU) is None
@@ -227,7 +227,7 @@ def test_nothing_is_checked_at_import_or_for_a_cpu(monkeypatch):
     code = "import sys, f8fx; assert 'torch' not in sys.modules and 'f8fx.canary' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     monkeypatch.setattr(canary, "check", None)
-    assert canary.ensure([CPU]) == {} and canary.key([CPU]) == ()
+    assert canary.ensure([CPU]) == {} and key([CPU]) == ()
 
 
 def test_doctor_shows_what_was_found(monkeypatch):
@@ -235,7 +235,7 @@ def test_doctor_shows_what_was_found(monkeypatch):
 
     assert "not checked" in diagnose().devices[0].kernels
     forms = {"cast": "fused", "transpose": "realized", "reduction": "fused"}
-    monkeypatch.setitem(canary._VERDICTS, CPU, Verdict("cpu", forms, ("why",)))
+    monkeypatch.setitem(VERDICTS, CPU, Verdict("cpu", forms, ("why",)))
     assert diagnose(canaries=True).devices[0].kernels == "transpose in its form 'realized'; why"
 
 
@@ -276,7 +276,7 @@ def generated(name, monkeypatch=None, **forms):
         graph = make_fx(case.run, tracing_mode="real")(*inputs)
     if forms:
         chosen = {**dict.fromkeys(FORMS, "fused"), **forms}
-        monkeypatch.setitem(canary._VERDICTS, torch.device("cuda", 0), Verdict("h100", chosen))
+        monkeypatch.setitem(VERDICTS, torch.device("cuda", 0), Verdict("h100", chosen))
     with codegen.h100(), torch._inductor.config.patch(canary._patches(forms)):
         return codegen.generate(graph, False)
 
@@ -328,12 +328,12 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     verdict = Verdict("GPU", {"cast": "definition", "transpose": "fused", "reduction": "fused"}, ())
-    monkeypatch.setitem(canary._VERDICTS, torch.device("cuda:1"), verdict)
+    monkeypatch.setitem(VERDICTS, torch.device("cuda:1"), verdict)
     for device in (torch.device("cuda"), torch.device("cuda:1")):
         assert canary.verdict_on(device) is verdict
-        assert canary.form(device, "cast") == "definition"
-        assert canary.key([device]) == canary.key([torch.device("cuda:1")]) != ()
-    assert canary.form(torch.device("cuda:0"), "cast") == "fused"
+        assert form(device, "cast") == "definition"
+        assert key([device]) == key([torch.device("cuda:1")]) != ()
+    assert form(torch.device("cuda:0"), "cast") == "fused"
 
 
 @pytest.mark.parametrize("shape", [(20, 33), (33, 20), (520, 777), (777, 520), (16400, 325)])

@@ -16,8 +16,8 @@ import f8fx
 from f8fx.cli import main
 from f8fx.communication import Call, Communication, Sharded, World, predict
 from f8fx.demo.model import Decoder, DecoderConfig
-from f8fx.explain_show import wire_note
 from f8fx.explanation import Explanation
+from f8fx.explanation.show import wire_note
 from f8fx.interconnect import INTERCONNECTS
 from f8fx.options import Options
 

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from f8fx import canary, canary_cases
 from f8fx.demo.model import DecoderBlock, DecoderConfig
+from f8fx.kernel_forms import FORMS
 from f8fx.kernels.grouped import grouped_mm
 from f8fx.passes import amaxes
 from f8fx.recipe import PRESETS
@@ -334,7 +335,7 @@ def test_canaries_raise_no_false_alarm(choice, tmp_path):
         choice: of the forms of each kind of kernel, the preferred one first; the definition is no generated code.
     """
     host, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    forms = {kind: forms[choice] for kind, forms in canary.FORMS.items() if forms[choice] != "definition"}
+    forms = {kind: forms[choice] for kind, forms in FORMS.items() if forms[choice] != "definition"}
     used = {"cast": "fused", "transpose": "fused", **forms}
     cases, wanted = [], []
     for function in canary_cases.cases(host, torch.float8_e4m3fn, torch.float8_e5m2):

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
-from f8fx.explain_show import grouped
 from f8fx.explanation import ExplainError, Explanation, Row
+from f8fx.explanation.show import grouped
 from f8fx.torch_private.versions import release
 from tests.helpers import bf16, compiled
 

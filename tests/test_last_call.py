@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from f8fx import refresh_weights, weight_watch
-from f8fx.last_call import LastCall
+from f8fx import refresh_weights
+from f8fx.weights import watch as weight_watch
+from f8fx.weights.last_call import LastCall
 from tests.helpers import bf16, compiled, randn
 
 
@@ -158,7 +159,7 @@ def test_writes_through_aliases_later(served, asked, set_to):
 def test_while_a_cuda_graph_is_captured(served, asked, casts, monkeypatch):
     """Kernels run at every replay, when nobody looks: weights are cast in the graph."""
     _, f8, x = served
-    for module in ("f8fx.last_call", "f8fx.weight_copies"):
+    for module in ("f8fx.weights.last_call", "f8fx.weights.copies"):
         monkeypatch.setattr(f"{module}.capturing", lambda: True)
     for _ in range(2):
         casts.clear()

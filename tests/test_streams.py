@@ -54,7 +54,7 @@ def fake(monkeypatch):
     fake = Streams()
     monkeypatch.setattr("f8fx.streams._event", fake.event)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.keeps(tensor, stream))
-    for module in ("f8fx.streams", "f8fx.weights", "f8fx.last_call", "f8fx.fsdp.amaxes"):
+    for module in ("f8fx.streams", "f8fx.weights.kept", "f8fx.weights.last_call", "f8fx.fsdp.amaxes"):
         monkeypatch.setattr(f"{module}.current", fake.current)  # for tensors on the CPU, too
     return fake
 

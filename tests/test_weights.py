@@ -18,9 +18,12 @@ from expecttest import TestCase
 from torch import nn
 
 import f8fx
-from f8fx import recording, weight_copies, weight_watch, weights
+from f8fx import recording
 from f8fx.kernels import cast
 from f8fx.passes.reuse import CastFormat, ScaleFormat
+from f8fx.weights import copies as weight_copies
+from f8fx.weights import kept
+from f8fx.weights import watch as weight_watch
 from tests.helpers import bf16, compiled, randn
 from tests.processes import printed_by
 
@@ -317,7 +320,7 @@ def test_a_graph_that_cannot_take_weights_quantizes_them_itself(monkeypatch, cas
     def fail(*args, **kwargs):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr("f8fx.weight_inputs.extended", fail)
+    monkeypatch.setattr("f8fx.weights.inputs.extended", fail)
     model, x = Net(), x16()
     with pytest.warns(UserWarning, match="quantized in each call .RuntimeError: no such thing"):
         f8 = compiled(model, weights="cached", strict=False)
@@ -736,7 +739,7 @@ def test_weights_that_change_without_a_trace_are_never_kept(casts):
 
 
 def test_what_cannot_be_watched_is_refused_with_one_warning(casts):
-    weights_refused = f8fx.weight_inputs._SAID
+    weights_refused = f8fx.weights.inputs._SAID
     weights_refused.clear()
     with torch.inference_mode():
         model = nn.Linear(32, 48, bias=False, dtype=bf16)
@@ -942,7 +945,7 @@ def test_the_block_frees_its_copies_and_a_pending_backward_keeps_what_it_needs()
     with f8fx.reuse_weights(model):
         f8(x)
         y = f8(x)
-        (scope,) = weights._SCOPES
+        (scope,) = kept._SCOPES
         copies = [weakref.ref(c) for c in scope.copies.values()]
     in_place(model)
     with f8fx.reuse_weights(model):
@@ -950,7 +953,7 @@ def test_the_block_frees_its_copies_and_a_pending_backward_keeps_what_it_needs()
     y.sum().backward()  # of the weights as they were
     del scope
     gc.collect()
-    assert not weights._SCOPES and all(c() is None for c in copies)
+    assert not kept._SCOPES and all(c() is None for c in copies)
 
 
 def test_a_block_in_which_nothing_is_reused_says_so():
@@ -1001,7 +1004,7 @@ def test_formats_are_told_apart():
     rows = ScaleFormat(torch.float8_e4m3fn, 1, True)
     weight = nn.Parameter(randn(20, 32))
     formats = [e4m3, CastFormat(e4m3), CastFormat(e4m3, True, (16, 16)), rows, CastFormat(rows)]
-    got = weights.cached([([weight], 0, formats)])
+    got = kept.cached([([weight], 0, formats)])
     assert [tuple(t.shape) for t in got] == [(), (20, 32), (32, 32), (20,), (20, 32)]
     assert torch.equal(got[2][:, :20].view(torch.uint8), got[1].t().contiguous().view(torch.uint8))
     assert torch.equal(got[3], cast.scale(cast.amax(weight, 1), torch.float8_e4m3fn, True))

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from f8fx import recording, refresh_weights, reuse_weights, weight_watch
+from f8fx import recording, refresh_weights, reuse_weights
+from f8fx.weights import watch as weight_watch
 from tests.helpers import bf16, compiled, randn
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

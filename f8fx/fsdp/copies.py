@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from f8fx.peers import Peers
+from f8fx.ranks.peers import Peers
 from f8fx.report import log
 from f8fx.torch_private import (
     backward_was_interrupted,

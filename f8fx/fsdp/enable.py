@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from f8fx.options import Options
 from f8fx.parts import dtensor_like
-from f8fx.peers import Peers
+from f8fx.ranks.peers import Peers
 from f8fx.recipe import Recipe
 from f8fx.report import log
 from f8fx.torch_private import (

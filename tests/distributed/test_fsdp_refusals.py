@@ -22,7 +22,7 @@ from f8fx.fsdp.formats import Format
 from f8fx.fsdp.shard import Float8Shard
 from f8fx.fsdp.weight import Float8Weight
 from f8fx.hardware import Hardware
-from f8fx.peers import Peers
+from f8fx.ranks.peers import Peers
 from tests.helpers import Block, bf16, graph_after, randn
 
 fp8 = torch.float8_e4m3fn

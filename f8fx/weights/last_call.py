@@ -1,6 +1,6 @@
 """What a graph was given at its last call, if nothing has changed since.
 
-To ask each parameter for its state (:meth:`f8fx.weight_watch.Watch.state`) takes microseconds, and a model has hundreds
+To ask each parameter for its state (:meth:`f8fx.weights.watch.Watch.state`) takes microseconds, and a model has hundreds
 of parameters: more than it takes a CUDA graph to replay a layer. So first it is seen whether there was a sign of change of
 *any* parameter, and whether those of the graph are the same objects, in the same memory, of the same versions. Every sign that
 counts for one of them counts here for all: what is given again here would be given again there.
@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .streams import capturing, current
-from .torch_private import version_counter
-from .weight_watch import LAST_CALLS, LOCK, last_sign, watch_of
+from f8fx.streams import capturing, current
+from f8fx.torch_private import version_counter
+
+from .watch import LAST_CALLS, LOCK, last_sign, watch_of
 
 
 class _Signs(NamedTuple):

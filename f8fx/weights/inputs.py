@@ -16,12 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from . import weights
+from f8fx.passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
+from f8fx.torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
+
+from . import kept
+from .copies import refusal
 from .last_call import LastCall
-from .passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
-from .torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
-from .weight_copies import refusal
-from .weight_watch import training_ran
+from .watch import training_ran
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -136,7 +137,7 @@ def wrapped(
     Args:
         last: whether copies last from call to call, or for a block of :func:`f8fx.reuse_weights`.
     """
-    fetch = weights.cached if last else weights.reused
+    fetch = kept.cached if last else kept.reused
     places = [(copies.place.positions, copies.place.dim, copies.formats) for copies in inputs.copies]
     every = [position for positions, _, _ in places for position in positions]
     call = LastCall() if last and not training else None
@@ -147,9 +148,9 @@ def wrapped(
             ([args[position] for position in positions], dim, forms) for positions, dim, forms in places
         )
         if is_fake(parameters[0]):
-            copies = weights.made_anew(wanted)
+            copies = kept.made_anew(wanted)
         elif call is not None:
-            copies = weights.served(call, parameters, wanted)
+            copies = kept.served(call, parameters, wanted)
         else:
             copies = fetch(wanted, training)
         if training:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from .torch_private import group_timeout, process_store, process_store_read
+from f8fx.torch_private import group_timeout, process_store, process_store_read
 
 #: How long a rank waits for the others to decide where the process group does not say.
 TIMEOUT = timedelta(minutes=10)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from .options import Options
-from .recipe import PRESETS
-from .report import log
-from .sources import source_hash
-from .torch_private import local_part, process_store, process_store_read
+from f8fx.options import Options
+from f8fx.recipe import PRESETS
+from f8fx.report import log
+from f8fx.sources import source_hash
+from f8fx.torch_private import local_part, process_store, process_store_read
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from .explain_show import (
+from .show import (
     GATHER_COLUMNS,
     Group,
     bytes_text,
@@ -24,10 +24,10 @@ from .explain_show import (
     wire_text,
     wire_title,
 )
-from .explain_style import SCRIPT, STYLE
+from .style import SCRIPT, STYLE
 
 if TYPE_CHECKING:
-    from .explanation import Explanation, Row
+    from .result import Explanation, Row
 
 _COLOURS = 8  #: Modules with a colour of their own in the first chart; the rest is "others".
 _SPEEDUPS = 30  #: Rows of the second chart.

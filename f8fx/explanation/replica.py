@@ -1,4 +1,4 @@
-"""Copies of modules and functions whose tensors have shapes and no data, for :mod:`f8fx.explain_trace`.
+"""Copies of modules and functions whose tensors have shapes and no data, for :mod:`f8fx.explanation.trace`.
 
 Every tensor of the copy is a *fake*, so that tracing it allocates nothing and leaves the user's model as it was.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parts import dtensor_like, is_dtensor
-from .torch_private import is_fake, local_tensor, tree_leaves, tree_map, uncompiled
+from f8fx.parts import dtensor_like, is_dtensor
+from f8fx.torch_private import is_fake, local_tensor, tree_leaves, tree_map, uncompiled
 
 
 class ExplainError(RuntimeError):

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from .kernels.grouped import below_each_other
-from .passes.reuse import CastFormat, ScaleFormat
-from .streams import Made, capturing
-from .torch_private import managed_by_fsdp
-from .weight_watch import LOCK, Watch
+from f8fx import ops
+from f8fx.kernels.grouped import below_each_other
+from f8fx.passes.reuse import CastFormat, ScaleFormat
+from f8fx.streams import Made, capturing
+from f8fx.torch_private import managed_by_fsdp
+
+from .watch import LOCK, Watch
 
 Format = ScaleFormat | CastFormat
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .torch_private import fake_store
-from .wire import World
+from f8fx.torch_private import fake_store
+from f8fx.wire import World
 
 #: Splits a model over a ``DeviceMesh`` of one dimension, in place or not.
 Parallelize = Callable[[nn.Module, Any], "nn.Module | None"]

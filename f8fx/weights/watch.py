@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from f8fx.torch_private import storage_key, version_counter
+
 from .parameter_data import Installation, version_probe, with_version_of
-from .torch_private import storage_key, version_counter
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""A graph as Dynamo would have captured it on a GPU, for :mod:`f8fx.explain_trace`.
+"""A graph as Dynamo would have captured it on a GPU, for :mod:`f8fx.explanation.trace`.
 
 Most laptops have no device to trace for, so tracing happens on the CPU unless the model lies elsewhere. Two things in
 a graph depend on the device and are put right: which kernel attention becomes, and which device an autocast region
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .torch_private import opens_autocast
+from f8fx.torch_private import opens_autocast
 
 aten = torch.ops.aten
 

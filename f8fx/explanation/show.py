@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from .recipe import ROLES
+from f8fx.recipe import ROLES
 
 if TYPE_CHECKING:
-    from .communication import Communication
-    from .explanation import Explanation, Row
+    from f8fx.communication import Communication
+
+    from .result import Explanation, Row
 
 #: Columns where output is no terminal and so has no width.
 _FILE_WIDTH = 140

@@ -17,13 +17,13 @@ is read at every call, without a look at the data and without waiting for a devi
   optimizer that is not ``torch.optim``'s comes after one of them;
 * ``p.data = other``, which is how ``.to()`` works, and reads of ``p.data``. What is written through that alias
   counts in a version of its own. So while there are copies, ``nn.Parameter.data`` is a Python property
-  (:mod:`f8fx.parameter_data`): it hands out aliases that all share one version counter, and that counter
+  (:mod:`f8fx.weights.parameter_data`): it hands out aliases that all share one version counter, and that counter
   is part of the state. A read by itself makes the next call cast again.
 
-Most calls of an inference graph find at once that nothing at all has changed (:mod:`f8fx.last_call`).
+Most calls of an inference graph find at once that nothing at all has changed (:mod:`f8fx.weights.last_call`).
 
 What no signal tells is listed at :func:`refresh_weights`. Where a parameter is known to be written
-behind all of these (:func:`f8fx.weight_copies.refusal`), it is cast at each call.
+behind all of these (:func:`f8fx.weights.copies.refusal`), it is cast at each call.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from f8fx.streams import current
+
+from .copies import Copies, Format
 from .last_call import LastCall
-from .streams import current
-from .weight_copies import Copies, Format
-from .weight_watch import LOCK, WATCHES, Watch, memory_of, watch_of
+from .watch import LOCK, WATCHES, Watch, memory_of, watch_of
 
 # -- what the user calls --------------------------------------------------------------------------
 

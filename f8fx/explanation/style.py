@@ -1,4 +1,4 @@
-"""The style sheet and the script of :mod:`f8fx.explain_html`'s page."""
+"""The style sheet and the script of :mod:`f8fx.explanation.html`'s page."""
 
 STYLE = """
 :root { color-scheme: light dark;

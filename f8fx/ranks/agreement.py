@@ -3,7 +3,7 @@
 What float8 replaces is decided from global shapes, so that ranks come to the same decision by themselves. Still,
 one of them may have another filter, another version, or, under ``select="auto"``, another batch size on the
 other side of a threshold. So before a graph with gathers is used, ranks compare what they will send
-(:mod:`f8fx.ledger`). A graph is known by what the gathers were before, and by the
+(:mod:`f8fx.ranks.ledger`). A graph is known by what the gathers were before, and by the
 ranks of their group: pipeline stages, which compile different graphs, never wait for each other.
 
 A graph from a cache is compared like a new one: the record of decisions holds what it sends.
@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from f8fx.report import Traffic
+from f8fx.torch_private import assert_on_device, same_on_all
+
 from .ledger import Matter, RankDisagreement, agree, first_difference, others_known, stand_aside
-from .report import Traffic
-from .torch_private import assert_on_device, same_on_all
 
 _PLAIN = "as without f8fx"
 _REMEDY = (

@@ -1,7 +1,7 @@
 """Tracing a model for :mod:`f8fx.explain`: nothing runs and nothing is allocated.
 
-A copy of the model whose tensors are *fakes* (:mod:`f8fx.explain_replica`) is called under ``torch.compile`` with
-fakes as inputs, as if on a GPU (:mod:`f8fx.explain_target`). The backend there only looks: it has AOTAutograd build
+A copy of the model whose tensors are *fakes* (:mod:`f8fx.explanation.replica`) is called under ``torch.compile`` with
+fakes as inputs, as if on a GPU (:mod:`f8fx.explanation.target`). The backend there only looks: it has AOTAutograd build
 the joint graph, partitions it as it is and as the passes rewrite it, and returns Dynamo's graph, which yields more
 fakes. So graph breaks, several graphs and Python between them work as they do in earnest.
 """
@@ -20,17 +20,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .executor import trace as trace_once
-from .explain_replica import ExplainError, Replica, name_of
-from .explain_target import as_on_target
-from .graph_bytes import communicated_bytes, saved_bytes
-from .partition import Partitioner
-from .passes import Pipeline, WeightInputs
-from .passes.decided import is_decided, mark_decided
-from .passes.parameters import KnownInputs, is_there
-from .report import GraphReport
-from .resumed import name_modules
-from .torch_private import (
+from f8fx.executor import trace as trace_once
+from f8fx.graph_bytes import communicated_bytes, saved_bytes
+from f8fx.partition import Partitioner
+from f8fx.passes import Pipeline, WeightInputs
+from f8fx.passes.decided import is_decided, mark_decided
+from f8fx.passes.parameters import KnownInputs, is_there
+from f8fx.report import GraphReport
+from f8fx.resumed import name_modules
+from f8fx.torch_private import (
     aot_backend,
     boxed,
     cause_of,
@@ -44,8 +42,11 @@ from .torch_private import (
     unlogged_fake_errors,
     unnoticed_by_dynamo,
 )
-from .weight_inputs import CastsOf, extended
-from .wire import Call, calls_of
+from f8fx.weights.inputs import CastsOf, extended
+from f8fx.wire import Call, calls_of
+
+from .replica import ExplainError, Replica, name_of
+from .target import as_on_target
 
 Learned = Callable[[Sequence[Any], CastsOf], tuple[WeightInputs, bool]]
 
@@ -85,7 +86,7 @@ def trace(
 
     Args:
         pipeline: the passes, for a graph whose weights may be cast elsewhere, or for any.
-        learned: :func:`f8fx.weight_inputs.learned` under the options, which says what is cast elsewhere; ``None``: nothing.
+        learned: :func:`f8fx.weights.inputs.learned` under the options, which says what is cast elsewhere; ``None``: nothing.
         partitioner: what the float8 graph is split with.
         like_gpu: trace attention and autocast as on a GPU, wherever the tensors are.
         dynamic: all sizes of inputs are symbolic.
@@ -109,7 +110,7 @@ def trace(
             mode,
             warnings.catch_warnings(),
         ):
-            # of no consequence: see f8fx.explain_target
+            # of no consequence: see f8fx.explanation.target
             warnings.filterwarnings("ignore", ".*CUDA is not available.*Disabling autocast")
             torch.compile(call, backend=collector, dynamic=dynamic)(*fake_args, **fake_kwargs)
     except Exception as error:
