@@ -165,10 +165,24 @@ class Options:
         return tuple(values.items())
 
 
+#: What takes the place of a setting of torchao's ``Float8LinearConfig``.
+_TORCHAO = {
+    "enable_fsdp_float8_all_gather": "call f8fx.fsdp.enable_float8_all_gather(model) before fully_shard",
+    "pad_inner_dim": 'it is pad="auto", the default',
+    "force_recompute_fp8_weight_in_bwd": 'it is save="lean", the default',
+    "recipe_name": "it is recipe",
+    "round_scales_to_power_of_2": "it belongs to the recipe: QuantSpec(power_of_2_scale=True)",
+    "module_filter_fn": "it is filter_fn(fqn, gemm) -> bool, or filter_fqns",
+    "emulate": 'select="all" emulates float8 on a CPU',
+}
+
+
 def _belongs_elsewhere(key: object) -> str | None:
     """What to do with an option of Inductor's, or an argument of ``torch.compile``."""
     if key in ("mode", "fullgraph", "dynamic", "backend", "disable"):
         return f"{key!r} is an argument of torch.compile, not an option"
+    if instead := _TORCHAO.get(str(key)):
+        return f"{key!r} is a setting of torchao's; here {instead}"
     if str(key).replace("-", "_") in inductor_config().get_config_copy():
         return f'{key!r} is an Inductor option: give it as options={{"inductor": {{{str(key)!r}: ...}}}}'
     return None

@@ -239,8 +239,9 @@ class Recipe:
             )
         if config.enable_fsdp_float8_all_gather:
             raise ValueError(
-                "Float8LinearConfig.enable_fsdp_float8_all_gather swaps parameters, which a recipe "
-                "cannot express; build the recipe from a config without it"
+                "Float8LinearConfig.enable_fsdp_float8_all_gather is about how weights are gathered, which a recipe does not "
+                "say: make the recipe of a config without it, and call f8fx.fsdp.enable_float8_all_gather(model, "
+                "recipe=...) before fully_shard"
             )
         pow2 = config.round_scales_to_power_of_2
 

@@ -19,6 +19,9 @@ from .recipe import Role
 
 log = logging.getLogger("f8fx")
 
+#: How the reason begins that holds for all matmuls of a device.
+NO_TENSOR_CORES = "no float8 tensor cores on"
+
 
 @dataclass(frozen=True)
 class GemmInfo:
@@ -287,7 +290,22 @@ def recording() -> Iterator[list[GraphReport]]:
 def publish(report: GraphReport) -> None:
     """Logs a report and hands it to every open :func:`recording` block."""
     log.info(report.line())
+    _warn_of_hardware(report)
     for warning in report.warnings:
         log.warning(warning)
     for recorder in _RECORDERS:
         recorder.append(report)
+
+
+_WARNED: set[str] = set()
+
+
+def _warn_of_hardware(report: GraphReport) -> None:
+    """Where float8 is out of the question: once for each kind of hardware, whatever the level of the log."""
+    for decision in report.decisions:
+        reason = decision.reason
+        if reason.startswith(NO_TENSOR_CORES) and not report.converted and reason not in _WARNED:
+            _WARNED.add(reason)
+            log.warning(
+                "f8fx: nothing is converted: %s%s", reason, decision.detail and f" ({decision.detail})"
+            )

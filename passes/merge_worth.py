@@ -9,7 +9,7 @@ from torch import fx
 
 from f8fx.cost import CostModel
 from f8fx.recipe import Role
-from f8fx.report import MergeDecision
+from f8fx.report import NO_TENSOR_CORES, MergeDecision
 from f8fx.torch_private import size_hint
 
 from .choice import Choice, Skip
@@ -48,7 +48,7 @@ class Paying:
 def judged(family: Family, model: CostModel) -> Paying | Apart:
     """Whether the merged gemms are predicted to take less time than the separate ones."""
     if not model.can_pay:
-        return Apart(family.layers, f"no float8 tensor cores on {model.hardware.name}")
+        return Apart(family.layers, f"{NO_TENSOR_CORES} {model.hardware.name}")
     separate: dict[Role, tuple[float, ...]] = {}
     merged: dict[Role, float] = {}
     for role, members in family.members.items():

@@ -21,7 +21,7 @@ from f8fx.cost import CostModel
 from f8fx.hardware import Hardware
 from f8fx.lacks import lacks, lacks_grouped, not_grouped
 from f8fx.recipe import Recipe
-from f8fx.report import GemmInfo
+from f8fx.report import NO_TENSOR_CORES, GemmInfo
 from f8fx.torch_private import size_hint, statically_true
 
 from .choice import ALIGNMENT, EMPTY, KEPT_BY_RECIPE, Choice, Convert, Skip
@@ -172,10 +172,10 @@ class Select:
     def _hardware_guard(self, gemm: Gemm) -> Skip | None:
         hardware = self.hardware_of(gemm.device)
         if not hardware.float8_dtypes:
-            return Skip(gemm, f"no float8 tensor cores on {hardware.name}")
+            return Skip(gemm, f"{NO_TENSOR_CORES} {hardware.name}")
         if self.policy.select == "auto" and not hardware.float8_tensor_cores and not _is_float8(gemm):
             hint = 'select="all" converts anyway, as an emulation'
-            return Skip(gemm, f"no float8 tensor cores on {hardware.name}", hint)
+            return Skip(gemm, f"{NO_TENSOR_CORES} {hardware.name}", hint)
         for operand in (gemm.left, gemm.right):
             spec = self._operand_spec(gemm, operand)
             if missing := lacks(hardware, spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from f8fx.ranks import agreement, ledger, peers
 from f8fx.ranks.agreement import _Graph, checked, confirm
 from f8fx.ranks.ledger import RankDisagreement, others_known
 from f8fx.ranks.peers import Peers
+from f8fx.recipe import PRESETS
 from f8fx.report import Traffic
 
 BEFORE = ("all_gather_into_tensor bf16[96,64]",)
@@ -334,6 +336,21 @@ def test_a_rank_that_compiles_a_model_for_itself_too(compiling):
     compiling(0, "recipe=rowwise"), compiling(1, "recipe=rowwise")
     assert compiling(0, "weights=cached") == ""
     assert compiling(2, "recipe=rowwise") == ""
+
+
+def test_another_recipe_than_that_of_the_gathers_is_named(caplog):
+    model = Peers((), (), PRESETS["rowwise"])
+    same_weights = dataclasses.replace(PRESETS["rowwise"], name="mine", grad_weight=None)
+    for recipe in (PRESETS["rowwise"], same_weights):
+        model.compare_recipe(recipe)
+    assert caplog.text == ""
+    for _ in range(2):
+        model.compare_recipe(PRESETS["tensorwise"])
+    (warned,) = caplog.records
+    assert (
+        "is compiled with recipe 'tensorwise', and its weights are gathered in the formats of 'rowwise'"
+        in warned.message
+    )
 
 
 def test_a_model_of_one_rank_is_compared_with_nobody(monkeypatch):

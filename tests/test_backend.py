@@ -17,7 +17,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 
 import f8fx
-from f8fx import Options, recording
+from f8fx import Options, recording, report
 from f8fx.backend import _publish, compile_graph
 from f8fx.cache import CacheKey
 from f8fx.graph_pass import GraphPass
@@ -57,6 +57,21 @@ def test_one_line_at_info(caplog):
         compiled(Net(), filter_fqns=["second"])(randn(16, 32)).sum().backward()
     lines = [r.message for r in caplog.records if r.levelno == logging.INFO and r.name == "f8fx"]
     assert lines == ["f8fx: 3 of 6 matmuls in float8 (tensorwise), 3 skipped: 3 filtered"]
+
+
+def test_where_float8_is_out_of_the_question_a_warning_says_so_once(caplog, monkeypatch):
+    """Whoever has not configured logging would think that the model runs in float8."""
+    monkeypatch.setattr(report, "_WARNED", set())
+    model, x = Net(), randn(16, 32)
+    for select in ("all", "auto", "auto"):
+        torch.compiler.reset()
+        compiled(model, select=select)(x)
+        compiled(torch.sin, select=select)(x)
+    warned = [r.message for r in caplog.records if r.levelno == logging.WARNING and r.name == "f8fx"]
+    assert warned == [
+        "f8fx: nothing is converted: no float8 tensor cores on cpu "
+        '(select="all" converts anyway, as an emulation)'
+    ]
 
 
 def test_a_graph_without_matmuls_says_so(caplog):

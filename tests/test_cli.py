@@ -218,6 +218,14 @@ def test_explain_takes_a_list_of_inputs(capsys: Capture, user_module: str):
     assert "32 x 32" in capsys.readouterr().out
 
 
+def test_explain_takes_the_function_behind_filters(capsys: Capture, user_module: str, tmp_path: Path):
+    page = tmp_path / "page.html"
+    assert main(["explain", "--html", str(page), "--filter-fqns", "a", "b", f"{user_module}:listed"]) == 0
+    assert page.exists() and f"f8fx explain: wrote {page}" in capsys.readouterr().err
+    for options in ([], ["--filter-fqns", "a"], ["--only-fqns", f"{user_module}:listed"]):
+        assert "give the function" in _fails_with_usage(capsys, "explain", *options)
+
+
 def test_explain_takes_inputs_by_name(capsys: Capture, user_module: str):
     assert main(["explain", f"{user_module}:named", "--select", "all", "--json", "-"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 2

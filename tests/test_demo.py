@@ -259,7 +259,9 @@ def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """With no code generation: same graphs and passes, seconds instead of a minute. Rowwise: on two ranks."""
     command = ["demo", "--smoke", "--device=cpu", "--executor=eager", "--json", "--recipe=tensorwise"]
     assert main([*command, "--out", str(tmp_path)]) == 0
-    results = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert "bf16    step 2 of" in shown.err and "float8  step 2 of" in shown.err  # no terminal, no bar
+    results = json.loads(shown.out)
     assert results == json.loads((tmp_path / "results.json").read_text())
     assert (tmp_path / "losses.png").stat().st_size > 10_000
     matmuls = results["float8"]["matmuls"]

@@ -499,6 +499,37 @@ def test_inputs_by_name_are_asked_for_as_such():
         f8fx.explain(meta_mlp(), x=meta_input(64, 2048))
 
 
+def test_arguments_of_the_model_are_told_from_options():
+    class Scaled(nn.Linear):
+        def forward(self, x, scale=1.0, select="none"):
+            return super().forward(x) * scale
+
+    with torch.device("meta"):
+        model = Scaled(32, 32)
+    x = torch.zeros(16, 32, device="meta")
+    with pytest.raises(
+        f8fx.OptionError, match=r"scale is no option but an argument .* kwargs=\{'scale': ...\}"
+    ):
+        f8fx.explain(model, x, scale=2.0, select="all")
+    assert f8fx.explain(model, x, kwargs={"scale": 2.0}, select="all").total == 2
+
+
+def test_filters_that_match_nothing_are_named():
+    shown = io.StringIO()
+    e = f8fx.explain(meta_mlp(), meta_input(64, 2048), filter_fqns=["up", "dwon"], only_fqns=["gate"])
+    assert e.filters_without_match == ["'dwon'; did you mean 'down'?", "'gate'"]
+    e.print(shown)
+    assert "no matmul's name contains 'dwon'; did you mean 'down'?" in shown.getvalue()
+    assert "did you mean &#x27;down&#x27;?" in e.to_html()
+    assert Explanation.from_dict(json.loads(e.to_json())) == e
+
+
+def test_what_to_do_about_float32_is_said():
+    shown = io.StringIO()
+    f8fx.explain(nn.Linear(64, 64), torch.zeros(64, 64)).print(shown)
+    assert "In float32: model.bfloat16() or torch.autocast" in shown.getvalue()
+
+
 def test_a_lazy_module_is_to_be_called_first():
     model = nn.Sequential(nn.LazyLinear(32))
     with pytest.raises(

@@ -28,6 +28,7 @@ def test_defaults():
         ({"triton.cudagraphs": True}, "is an Inductor option"),
         ({"epilogue-fusion": True}, "is an Inductor option"),
         ({"mode": "rowwise"}, "is an argument of torch.compile"),
+        ({"pad_inner_dim": True}, 'is a setting of torchao\'s; here it is pad="auto", the default'),
         ({"recipe": "rowise"}, "unknown recipe 'rowise'; did you mean 'rowwise'"),
         ({"recipe": 3}, "recipe must be the name of one"),
         ({"select": "al"}, "unknown value of select: 'al'; did you mean 'all'"),

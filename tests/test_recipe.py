@@ -53,8 +53,13 @@ def test_from_torchao_keeps_details():
 @pytest.mark.parametrize("setting", ["emulate", "enable_fsdp_float8_all_gather"])
 def test_from_torchao_refuses_what_a_graph_cannot_do(setting):
     config = dataclasses.replace(torchao.Float8LinearConfig(), **{setting: True})
-    with pytest.raises(ValueError, match=setting):
+    with pytest.raises(ValueError, match=setting) as refusal:
         Recipe.from_torchao(config)
+    instead = {
+        "emulate": 'select="all"',
+        "enable_fsdp_float8_all_gather": "f8fx.fsdp.enable_float8_all_gather(",
+    }
+    assert instead[setting] in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,22 @@ def add(commands: Any) -> None:
     explain.set_defaults(run=run)
     explain.add_argument(
         "model",
+        nargs="?",  # else it is missed behind --filter-fqns NAME, which takes all that follows
         metavar="package.module:function",
         help="a function that returns (model, args), args a tuple or list of inputs, or a dict of them by name",
     )
-    explain.add_argument("--target", metavar="NAME", help="hardware to decide for: h100, b200, ...")
-    explain.add_argument("--recipe", choices=tuple(RECIPES), default="tensorwise")
-    explain.add_argument("--select", choices=("auto", "all"), default="auto")
+    explain.add_argument(
+        "--target", metavar="NAME", help="hardware to decide for: h100, b200, ... (default: h100)"
+    )
+    explain.add_argument(
+        "--recipe", choices=tuple(RECIPES), default="tensorwise", help="(default: tensorwise)"
+    )
+    explain.add_argument(
+        "--select",
+        choices=("auto", "all"),
+        default="auto",
+        help="convert what pays, or whatever is legal (default: auto)",
+    )
     explain.add_argument(
         "--experts",
         choices=("leave", "convert"),
@@ -92,6 +102,8 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explains a model and returns the exit code."""
+    if args.model is None:
+        args.model = _taken_for_a_filter(args)
     _check_target(args.target)
     if args.html == "-":
         raise UsageError("--html: give the name of a file; a page is not printed")
@@ -139,6 +151,14 @@ def _check_is_no_module(name: str, function: Any) -> None:
 
     if isinstance(function, nn.Module):
         raise UsageError(f"{name} is a module; give the name of a function that returns (model, args)")
+
+
+def _taken_for_a_filter(args: argparse.Namespace) -> str:
+    """The function, where it stands behind a list of names."""
+    for names in (args.filter_fqns, args.only_fqns):
+        if len(names) > 1 and ":" in names[-1]:
+            return names.pop()
+    raise UsageError("give the function: f8fx explain package.module:function")
 
 
 def _check_target(name: str | None) -> None:
@@ -237,6 +257,7 @@ def _check_writable(option: str, path: Path) -> None:
 def _write(option: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
+        print(f"f8fx explain: wrote {path}", file=sys.stderr)
     except OSError as error:
         raise UsageError(f"{option}: cannot write {str(path)!r}: {error.strerror or error}") from None
 

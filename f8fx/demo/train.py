@@ -208,6 +208,14 @@ def compare(
             torch.cuda.empty_cache()
         progress.reset(task, status="compiling")
 
+        def tell(step: int, loss: float, ms: float) -> None:
+            status = f"loss {loss:.4f}  {ms:7.1f} ms/step"
+            progress.update(task, completed=step + 1, status=status)
+            if not progress.console.is_terminal and (step + 1) % max(1, plan.steps // 10) == 0:
+                progress.console.print(
+                    f"{name:<7} step {step + 1} of {plan.steps}  {status}", highlight=False
+                )
+
         def compiled(model: Decoder) -> Callable[..., torch.Tensor]:
             if ranks is not None:
                 return ranks.shard(model, plan, backend, options)
@@ -218,9 +226,7 @@ def compare(
             compiled,
             plan,
             corpus.batches(plan.steps, plan.batch, plan.seq, seed),
-            lambda step, loss, ms: progress.update(
-                task, completed=step + 1, status=f"loss {loss:.4f}  {ms:7.1f} ms/step"
-            ),
+            tell,
             ranks,
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from f8fx.hardware import Hardware
 from f8fx.interconnect import INTERCONNECTS
+from f8fx.nearest import unmatched
 from f8fx.options import OptionError, Options
 from f8fx.partition import Partitioner
 from f8fx.passes import Pipeline, WeightInputs, rowwise_scales_on
@@ -74,9 +77,13 @@ def explain(
             raise OptionError(
                 f"{name} is no option but an input: inputs by name go into kwargs={{{name!r}: ...}}"
             )
-    parsed = Options.parse({**options, "target": target})
     if not callable(model):
         raise TypeError(f"model must be a module or a function, got {type(model).__name__}")
+    for name in options.keys() & _arguments(model) - {f.name for f in fields(Options)}:
+        raise OptionError(
+            f"{name} is no option but an argument of the model: those go into kwargs={{{name!r}: ...}}"
+        )
+    parsed = Options.parse({**options, "target": target})
     if world is not None:
         from f8fx.communication import World
 
@@ -127,6 +134,10 @@ def _explained(
         recipe=parsed.recipe.name,
         select=parsed.select,
         training=any(trace.report.training for trace in traces),
+        filters_without_match=unmatched(
+            (*parsed.filter_fqns, *parsed.only_fqns),
+            [decision.fqn for trace in traces for decision in trace.report.decisions],
+        ),
         graphs=[trace.report for trace in traces],
         rows=_rows(traces),
     )
@@ -146,6 +157,14 @@ def _explained(
             recomputed={row.fqn for trace in traces for row in trace.report.decisions if row.recomputed},
         )
     return explanation
+
+
+def _arguments(model: Callable[..., Any]) -> set[str]:
+    """Names of what a model can be called with, as far as they can be known."""
+    try:
+        return set(inspect.signature(getattr(model, "forward", model)).parameters)
+    except (TypeError, ValueError):  # something written in C
+        return set()
 
 
 def _pipeline(options: Options, weights: WeightInputs | None = None) -> Pipeline:

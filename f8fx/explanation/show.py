@@ -293,8 +293,20 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
                 f"{bytes_text(e.communicated_bytes)} with float8",
             )
         )
+    result += notes(e)
     if not e.graphs:
         result.append(("Graphs", "none: Dynamo traced nothing of it, so nothing is known of its matmuls"))
     elif len(e.graphs) > 1:
         result.append(("Graphs", f"{len(e.graphs)}; the graph breaks between them"))
+    return result
+
+
+def notes(explanation: Explanation) -> list[tuple[str, str]]:
+    """What was perhaps not meant: label and text."""
+    result = []
+    if "float32 matmul" in explanation.reasons:
+        text = "model.bfloat16() or torch.autocast makes bf16 of it; or list torch.float32 in the recipe's convert_dtypes"
+        result.append(("In float32", text))
+    for each in explanation.filters_without_match:
+        result.append(("Filter without a match", f"no matmul's name contains {each}"))
     return result

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from f8fx.nearest import unmatched
 from f8fx.options import Options
 from f8fx.parts import dtensor_like
 from f8fx.ranks.peers import Peers
@@ -117,16 +118,25 @@ def enable_float8_all_gather(
         )
     _agree(decisions, (options.recipe, wire, scales, copies), mesh)
     key_local_tensors(Float8Shard)
-    peers = _peers([candidate for candidate, _ in found], mesh)
+    peers = _peers([candidate for candidate, _ in found], mesh, options.recipe)
     for candidate, formats in found:
         manager.weights.append(_convert(candidate, formats, wire, copies, manager, peers))
     begin = BeginForward(manager, [module for candidate, _ in found for _, module, _ in candidate.owners])
     begin.key = model.register_forward_pre_hook(begin, prepend=True).id
     model.register_forward_hook(EndForward(manager), always_call=True)
-    log.info(
-        "f8fx: %d of %d weights gathered in float8 (%s)", len(found), len(decisions), options.recipe.name
-    )
+    log.info(_line(decisions, options))
     return decisions
+
+
+def _line(decisions: list[GatherDecision], options: Options) -> str:
+    """The summary that is logged."""
+    left = Counter(decision.reason for decision in decisions if not decision.converted)
+    text = f"f8fx: {len(decisions) - left.total()} of {len(decisions)} weights gathered in float8 ({options.recipe.name})"
+    if left:
+        text += f", {left.total()} left: " + ", ".join(f"{n} {reason}" for reason, n in left.most_common())
+    for each in unmatched((*options.filter_fqns, *options.only_fqns), [d.fqn for d in decisions]):
+        text += f"; no weight's name contains {each}"
+    return text
 
 
 @torch.no_grad()
@@ -259,14 +269,14 @@ class _LoadWrapped:
 _MODELS: Counter[Any] = Counter()
 
 
-def _peers(weights: Iterable[Candidate], mesh: DeviceMesh | None) -> Peers:
+def _peers(weights: Iterable[Candidate], mesh: DeviceMesh | None, recipe: Recipe) -> Peers:
     """The ranks that are to compile the model with the same options."""
     ranks: tuple[int, ...] = ()
     if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
         ranks = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
     model = tuple(f"{weight.fqn} {weight.shape}" for weight in weights)
     _MODELS[ranks, model] += 1
-    return Peers(ranks, (*model, str(_MODELS[ranks, model])))
+    return Peers(ranks, (*model, str(_MODELS[ranks, model])), recipe)
 
 
 def _agree(

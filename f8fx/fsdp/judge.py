@@ -15,6 +15,7 @@ from f8fx.parts import largest_part
 from f8fx.passes.choice import ALIGNMENT
 from f8fx.passes.fqn import without_wrappers
 from f8fx.passes.left import UNEVEN
+from f8fx.report import NO_TENSOR_CORES
 from f8fx.torch_private import local_part
 
 from .experts import contracted, may_be_experts, why_no_grouped_gemm
@@ -150,7 +151,7 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
         return f"not a multiple of {ALIGNMENT}"
     chosen = options.target or hardware.of_device(_device(local))
     if not chosen.float8_dtypes:
-        return f"no float8 tensor cores on {chosen.name}"
+        return f"{NO_TENSOR_CORES} {chosen.name}"
     if of_experts and (lacks := why_no_grouped_gemm(options.recipe, chosen)):
         return lacks
     order = contracted(candidate.owners[0][1]) if of_experts else (1, 0)

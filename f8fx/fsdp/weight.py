@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from f8fx import ops
+from f8fx.report import log
 from f8fx.torch_private import (
     disabled_torch_function,
     is_fake,
@@ -203,9 +204,14 @@ def _warn_if_eager(weight: Float8Weight, func: Any) -> None:
     if copies is None or not copies.fqn or copies.has_warned or is_fake(weight._tensors()[0]):
         return
     copies.has_warned = True
+    text = f"f8fx.fsdp: {func} reads {_named(weight)} outside of a graph compiled by f8fx"
+    if copies.peers.has_warned:  # the others of a model that is not compiled are hundreds
+        log.info(text)
+        return
+    copies.peers.has_warned = True
     warnings.warn(
-        f"f8fx.fsdp: {func} reads {_named(weight)} outside of a graph compiled by f8fx. The weight was gathered "
-        "in float8, so it is its float8 rounding that is read. Compile the block that holds it with "
-        'backend="f8fx", or leave the weight out with filter_fqns',
+        f"{text}. The weight was gathered in float8, so it is its float8 rounding that is read. Compile the block that "
+        'holds it with backend="f8fx", or leave the weight out with filter_fqns. Further weights of the model that are '
+        "read so are logged at INFO",
         stacklevel=4,
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from f8fx.options import Options
-from f8fx.recipe import PRESETS
+from f8fx.recipe import PRESETS, QuantSpec, Recipe
 from f8fx.report import log
 from f8fx.sources import source_hash
 from f8fx.torch_private import local_part, process_store, process_store_read
@@ -30,12 +30,17 @@ class Peers:
     Attributes:
         ranks: none, if there is nobody to compare with.
         model: what it is known by on all of them.
+        recipe: that the weights are gathered for; ``None``: unknown.
         mine: options that this rank has compiled graphs of it with, in words.
+        has_warned: one of the weights was read outside of a graph.
     """
 
     ranks: tuple[int, ...]
     model: tuple[str, ...]
+    recipe: Recipe | None = None
     mine: list[list[str]] = field(default_factory=list)
+    has_warned: bool = False
+    _recipes: set[str] = field(default_factory=set)
 
     def compare(self, options: list[str]) -> None:
         """Warns if a neighbour has compiled graphs of the model, but none with options that this rank has used."""
@@ -59,11 +64,32 @@ class Peers:
                     *(", ".join(sorted({*theirs[-1]} - {*options})) or "none of these", other),
                 )
 
+    def compare_recipe(self, recipe: Recipe) -> None:
+        """Warns, once for each recipe, if the model's weights are gathered in other formats than it reads them in."""
+        if (
+            self.recipe is None
+            or recipe.name in self._recipes
+            or _of_weights(recipe) == _of_weights(self.recipe)
+        ):
+            return
+        self._recipes.add(recipe.name)
+        log.warning(
+            "f8fx: a model is compiled with recipe %r, and its weights are gathered in the formats of %r "
+            "(enable_float8_all_gather): give both the same",
+            recipe.name,
+            self.recipe.name,
+        )
+
+
+def _of_weights(recipe: Recipe) -> tuple[QuantSpec | None, ...]:
+    return recipe.operand("output", "weight"), recipe.operand("grad_input", "weight")
+
 
 def compare(example_inputs: Iterable[Any], options: Options) -> None:
-    """For each model that a graph reads float8 weights of, :meth:`Peers.compare`."""
+    """For each model that a graph reads float8 weights of, :meth:`Peers.compare_recipe` and :meth:`Peers.compare`."""
     gathered = [getattr(local_part(value), "copies", None) for value in example_inputs]
     for peers in dict.fromkeys(copies.peers for copies in gathered if copies is not None):
+        peers.compare_recipe(options.recipe)
         peers.compare(_in_words(options))
 
 

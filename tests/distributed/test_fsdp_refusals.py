@@ -318,6 +318,26 @@ def test_eagerly_it_is_its_rounding_and_says_so_once():
     assert type(parameter.grad) is torch.Tensor and parameter.grad.shape == (48, 32)
 
 
+def test_a_model_that_is_not_compiled_warns_of_one_weight(caplog):
+    x, first, second = randn(16, 32), gathered("first.weight")[0], gathered("second.weight")[0]
+    second.copies.peers = first.copies.peers
+    with caplog.at_level("INFO", "f8fx"):
+        with pytest.warns(UserWarning, match="first.weight"):
+            F.linear(x, first)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            F.linear(x, second)
+    assert "reads 'second.weight' outside of a graph" in caplog.text
+
+
+def test_what_is_left_is_counted_by_its_reason(caplog):
+    with caplog.at_level("INFO", "f8fx"):
+        enable_float8_all_gather(Zoo(), filter_fqns=["fine", "haed"])
+    assert caplog.messages[-1].startswith("f8fx: 0 of 11 weights gathered in float8 (tensorwise), 11 left: ")
+    assert ", 1 filtered" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("; no weight's name contains 'haed'; did you mean 'head'?")
+
+
 def test_graphs_are_found_in_the_cache_by_what_they_depend_on():
     """torch asks for a key that is the same in every process, and warns where there is none."""
     weight, _ = gathered("a")
