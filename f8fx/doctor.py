@@ -180,6 +180,17 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         ),
         workaround="Use torch.compile(module), or .compile() on a module class of your own.",
     ),
+    KnownIssue(
+        title="DistributedDataParallel around a built-in module is not compiled",
+        link="",
+        # Tried: no graph reaches any backend in 2.11, 2.13 and 2.15.
+        torch=Versions(),
+        effect=(
+            "torch.compile(DistributedDataParallel(nn.Sequential(...))) compiles modules of one's own in it one by one. "
+            "PyTorch's own, such as nn.Linear, run eagerly, in bf16, and f8fx logs nothing of them."
+        ),
+        workaround="Compile first, DistributedDataParallel(torch.compile(module)), or wrap a module class of your own.",
+    ),
 )
 
 

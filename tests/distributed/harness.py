@@ -31,7 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from f8fx import ledger
+from f8fx.ranks import ledger
 from tests.processes import start
 
 #: A function at the top level of a module, or a ``partial`` of one.

@@ -96,10 +96,25 @@ def weights_that_are_kept_have_the_same_gradients():
         assert torch.equal(call(x), output) and torch.equal(call(x), output)
 
 
+def a_module_of_torchs_own_is_to_be_compiled_first():
+    """As `f8fx doctor` has it."""
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).to(bf16), randn(16, 256)
+    for wrapped, converted in (
+        (compiled(DistributedDataParallel(layers), fullgraph=False), 0),
+        (DistributedDataParallel(compiled(layers)), 5),
+    ):
+        torch.compiler.reset()
+        with recording() as reports:
+            wrapped(x.detach()).sum().backward()
+        assert sum(report.converted for report in reports) == converted, reports
+
+
 def test_two_ranks():
     run_checks(
         2,
         [
+            a_module_of_torchs_own_is_to_be_compiled_first,
             gradients_of_the_plain_model_and_no_more_saved_than_in_bf16,
             weights_that_are_kept_have_the_same_gradients,
         ],

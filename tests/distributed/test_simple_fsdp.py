@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from f8fx import explain, graph_pass, ledger, ops, recording
+from f8fx import explain, graph_pass, ops, recording
 from f8fx.passes import Collectives, FilterError, check
 from f8fx.passes.rewrite import Provenance
+from f8fx.ranks import ledger
 from f8fx.ranks.agreement import confirm
 from f8fx.ranks.ledger import RankDisagreement
 from f8fx.torch_private import group_timeout

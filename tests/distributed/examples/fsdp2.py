@@ -1,5 +1,6 @@
 """torchrun --nproc-per-node 8 fsdp2.py"""
 
+import logging
 import os
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from f8fx.fsdp import enable_float8_all_gather
 
+logging.basicConfig(level=logging.INFO)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
 torch.manual_seed(0)
