@@ -186,6 +186,11 @@ class Copies:
             reshard_group(self._group)
             self._begun = (_FORWARD, _BACKWARD)
 
+    def drop_kept(self) -> None:
+        """Frees what FSDP2 has gathered and kept."""
+        if self._group is not None:
+            reshard_group(self._group)
+
     def _reshards(self) -> bool | str | None:
         return reshards_after_forward(self._group)
 

@@ -162,6 +162,7 @@ def precompute_scales(model: nn.Module) -> None:
     if not managers:
         raise ValueError("precompute_scales: enable_float8_all_gather was not called on this model")
     for manager in managers:
+        manager.drop_kept()
         manager.refresh()
 
 

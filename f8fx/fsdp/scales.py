@@ -92,8 +92,17 @@ class Scales:
         self.fresh = False
         recomputed = in_backward() and all(weight.reduced for weight in self.weights)
         if self.due(self.weights) and not recomputed:
+            self.drop_kept()
             self.refresh()
         self.running = True
+
+    def drop_kept(self) -> None:
+        """Has FSDP2 gather anew what it has kept, if weights have changed: the new scales are not those of the old data."""
+        if in_backward() or capturing():
+            return
+        if self.outdated or any(weight.changed() for weight in self.weights):
+            for weight in self.weights:
+                weight.copies.drop_kept()
 
     def _settle(self) -> None:
         """What gathers carry from now on, if a step was watched."""

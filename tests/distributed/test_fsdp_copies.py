@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import f8fx
-from f8fx.fsdp import enable_float8_all_gather
+from f8fx.fsdp import enable_float8_all_gather, precompute_scales
 from tests.distributed.harness import run_checks
 from tests.distributed.models import (
     OPTIONS,
@@ -356,6 +356,37 @@ def kept_after_the_backward() -> None:
     assert_same(*results)
 
 
+def kept_across_a_step() -> None:
+    """FSDP2 would go on with the weights of before; float8 data of before are not to be read with scales of after."""
+    for recipe, scales in (
+        ("tensorwise", "step"),
+        ("rowwise", "step"),
+        ("tensorwise", "forward"),
+        ("tensorwise", "manual"),
+    ):
+        results = []
+        for reshard in (True, False):
+            model = Setup(recipe, world_mesh(), True, net={"depth": 1}, enable={"scales": scales}).build()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            outputs = {}
+            for step, changes in enumerate((True, True, False, True, False)):
+                for block in model.blocks:  # the root has nothing in float8, and stays behind
+                    block.set_reshard_after_backward(step == 0)
+                    if reshard:
+                        block.reshard()
+                if scales == "manual":
+                    precompute_scales(model)
+                outputs[f"output {step}"] = (y := model(batch(step, dist.get_rank()))).detach()
+                loss_of(y).backward()
+                if changes:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for block in model.blocks:
+                block.reshard()
+            results.append({**outputs, **{name: whole(p) for name, p in model.named_parameters()}})
+        assert_same(*results)
+
+
 def kept_for_good():
     """What the backward gathered, by FSDP2's settings for both halves: a block by itself has no forward's copy."""
     for reshard in (True, False):
@@ -481,6 +512,7 @@ def test_two_ranks():
             reads_that_no_backward_follows,
             ranks_that_read_different_weights,
             kept_after_the_backward,
+            kept_across_a_step,
             kept_for_good,
             after_a_backward_that_failed,
             weights_that_graphs_hand_on,
