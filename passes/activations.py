@@ -8,20 +8,30 @@ What cannot be told apart from a weight is no activation, so that no layer is lo
 them, what is computed from parameters and buffers alone (``w * mask``), or from data too but without contracting any
 (a custom operator that dequantizes), what has as many elements as the parameter that it is computed from one by
 one (``w / sigma``, ``w - lr * grad``), and parts of that.
+
+Distances from products and squared norms are left whatever their operands: what is large in both cancels.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
 
 from .backward import is_tangent
 from .left import ACTIVATIONS, DISTANCES, HELD
-from .operand import KEEP_VALUES, flat_base, is_pointwise
+from .operand import CASTS, KEEP_VALUES, PERMUTES, SAME_ORDER, flat_base, is_pointwise
 from .parameters import OfParameters, contracts
 
+aten = torch.ops.aten
+
+_ADDITIONS = frozenset((aten.add.Tensor, aten.sub.Tensor))
+#: What leaves a tensor the same but for a factor, and the order of its elements.
+_FACTORS = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.neg.default))
+_SAME = CASTS | SAME_ORDER | PERMUTES | {aten.clone.default, aten.expand.default}
 #: What gives parts of tensors, or puts them together.
-_PARTS = KEEP_VALUES | {torch.ops.aten.cat.default}
+_PARTS = KEEP_VALUES | {aten.cat.default}
 
 
 class Activations:
@@ -50,10 +60,63 @@ def _holds_norms(operand: fx.Node) -> bool:
 
     They are large, and what is left of them after the subtraction is small.
     """
-    if operand.target is not torch.ops.aten.cat.default:
+    if operand.target is not aten.cat.default:
         return False
     parts: list[fx.Node] = operand.args[0]  # type: ignore[assignment]
-    return any(flat_base(part).target is torch.ops.aten.sum.dim_IntList for part in parts)
+    return any(flat_base(part).target is aten.sum.dim_IntList for part in parts)
+
+
+def is_added_to_norms(product: fx.Node, left: fx.Node, right: fx.Node) -> bool:
+    """Whether squared norms of an operand are added to a matmul: ``x.x - 2 x.e + e.e``, as vector quantizers write it."""
+    bases = {_without_factors(left), _without_factors(right)}
+    if product.target is aten.addmm.default and _are_norms(product.args[0], bases):
+        return True
+    todo = [(product, 2)]  # there are three terms: two additions
+    while todo:
+        node, additions = todo.pop()
+        for user in node.users:
+            if user.target in _ADDITIONS and additions:
+                if any(_are_norms(arg, bases) for arg in user.args[:2] if arg is not node):
+                    return True
+                todo.append((user, additions - 1))
+            elif _is_same_but_for_a_factor(user):
+                todo.append((user, additions))
+    return False
+
+
+def _are_norms(node: Any, bases: set[fx.Node]) -> bool:
+    """Whether a tensor is sums of squares of one of the others, or a sum of such."""
+    if not isinstance(node, fx.Node):
+        return False
+    node = _without_factors(node)
+    if node.target in _ADDITIONS:
+        terms = [_without_factors(arg) for arg in node.args[:2] if isinstance(arg, fx.Node)]
+        return any(_are_squares_of(term, bases) for term in terms)
+    return _are_squares_of(node, bases)
+
+
+def _are_squares_of(node: fx.Node, bases: set[fx.Node]) -> bool:
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    square = _without_factors(node.args[0])  # type: ignore[arg-type]
+    if square.target is aten.pow.Tensor_Scalar:
+        is_square = isinstance(square.args[1], (int, float)) and square.args[1] == 2
+    else:
+        is_square = square.target is aten.mul.Tensor and square.args[0] is square.args[1]
+    return is_square and _without_factors(square.args[0]) in bases  # type: ignore[arg-type]
+
+
+def _is_same_but_for_a_factor(node: fx.Node) -> bool:
+    return node.target in _SAME or (
+        node.target in _FACTORS and not any(isinstance(arg, fx.Node) for arg in node.args[1:])
+    )
+
+
+def _without_factors(node: fx.Node) -> fx.Node:
+    """What a tensor is a multiple of, at most moved or cast."""
+    while _is_same_but_for_a_factor(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _found(graph: fx.Graph, parameters: OfParameters) -> set[fx.Node]:

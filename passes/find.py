@@ -32,11 +32,12 @@ import torch
 from torch import fx
 
 from f8fx.recipe import OperandKind, Role
-from f8fx.torch_private import overwritten_inputs
+from f8fx.torch_private import overwritten_inputs, statically_true
 
 from . import fqn
-from .activations import Activations
+from .activations import Activations, is_added_to_norms
 from .backward import depending_on_tangents
+from .choice import EMPTY
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
@@ -46,6 +47,7 @@ from .left import (
     BATCHED_GRADIENT,
     BATCHED_MATRIX,
     BATCHED_WEIGHT,
+    DISTANCES,
     GROUPED_ACTIVATIONS,
     GROUPED_MATRIX,
     LEFT,
@@ -206,7 +208,7 @@ class _Walk:
             # what is left of attention when batch times heads is 1; an einsum has a weight
             self._leave(node, BATCHED)
             return
-        if node.target is not aten.bmm.default and (reason := self._why_no_layer(node, left, right)):
+        if reason := self._why_no_layer(node, left, right):
             self._leave(node, reason)
             self.no_layers[node.meta.get("seq_nr", -1)] = reason
             return
@@ -263,6 +265,10 @@ class _Walk:
 
     def _why_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> str:
         """Why a matmul is no layer, nor a gradient that the model takes itself; "" if it may be."""
+        if self.activations is not None and is_added_to_norms(node, left.node, right.node):
+            return DISTANCES
+        if node.target is aten.bmm.default:  # an einsum's
+            return ""
         reason = self.activations.reason(left.node, right.node) if self.activations is not None else ""
         is_gradient = reason and any(self.known.forward_of(node, side.node) for side in (left, right))
         return "" if is_gradient else reason
@@ -341,9 +347,10 @@ class _Walk:
 
     def _not_matched(self, node: fx.Node) -> str:
         """Why a gradient is left that belongs to no layer."""
-        if node.target is aten.bmm.default:
-            return self._batched(node)
-        return self.no_layers.get(node.meta.get("seq_nr", -1), _NO_FORWARD)
+        if any(statically_true(size == 0) for size in sizes_of(node)):
+            return EMPTY  # the forward of no rows is no matmul
+        reason = self.no_layers.get(node.meta.get("seq_nr", -1), _NO_FORWARD)
+        return self._batched(node) if reason == _NO_FORWARD and node.target is aten.bmm.default else reason
 
     def _gemm(
         self,

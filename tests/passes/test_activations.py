@@ -76,6 +76,48 @@ def test_distances_are_left():
         assert told(report_of(Codebook(), randn(64, 32), activations="convert"), True) == ["output"]
 
 
+def chameleon(z, codes):
+    """As Transformers' Chameleon and Janus look codes up."""
+    norms = torch.sum(z**2, dim=1, keepdim=True) + torch.sum(codes**2, dim=1)
+    return norms - 2 * torch.einsum("bd,dn->bn", z, codes.transpose(0, 1))
+
+
+def encodec(z, codes):
+    codes = codes.t()
+    return -(z.pow(2).sum(1, keepdim=True) - 2 * z @ codes + codes.pow(2).sum(0, keepdim=True))
+
+
+def added(z, codes):
+    norms = (z * z).sum(1, keepdim=True) + (codes * codes).sum(1)
+    return torch.addmm(norms, z, codes.t(), alpha=-2)
+
+
+def upcast(z, codes):
+    """Norms in float32, of what autocast multiplies in bfloat16."""
+    return z.float().pow(2).sum(1, keepdim=True) - 2 * (z @ codes.t()).float() + codes.float().pow(2).sum(1)
+
+
+@pytest.mark.parametrize("distances", [chameleon, encodec, added, upcast])
+def test_distances_that_a_model_writes_out_are_left(distances):
+    reason = "distances from products and squared norms"
+    codes = nn.Parameter(randn(48, 32, grad=False))
+
+    def look_up(z):
+        return distances(z, codes)
+
+    report = report_of(look_up, randn(64, 32))
+    assert told(report, False) == [f"grad_input: {reason}"] * 2 + [f"output: {reason}"]
+    with torch.no_grad():
+        assert told(report_of(look_up, randn(64, 32)), False) == [f"output: {reason}"]
+        assert told(report_of(look_up, randn(64, 32), activations="convert"), True) == ["output"]
+
+
+def test_a_layer_whose_result_is_added_to_other_squares_is_one():
+    layer = linear()
+    report = report_of(lambda x: layer(x) + layer(x).square().sum(-1, True), randn(64, 32))
+    assert not told(report, False)
+
+
 def test_a_layer_of_what_was_put_together_with_its_norms_is_one():
     layer = linear(33)
     report = report_of(lambda x: layer(torch.cat([x, x.square().sum(-1, True)], -1)), randn(64, 32))

@@ -266,6 +266,19 @@ def test_empty():
     assert reasons(untouched(F.linear, x, randn(48, 32), select="all")) == {"empty"}
 
 
+def test_the_weight_gradient_of_an_expert_without_rows():
+    """Its forward is no matmul any more."""
+    weights = randn(2, 48, 32)
+
+    def experts(x):
+        return torch.cat(
+            [F.linear(rows, w) for rows, w in zip(x.split([16, 0]), weights.unbind(), strict=True)]
+        )
+
+    left = [d for d in report_of(experts, randn(16, 32)).decisions if not d.converted]
+    assert {d.reason for d in left} == {"empty"}
+
+
 def test_attention_stays():
     def attention(q, k):
         return q @ k.transpose(-1, -2)
