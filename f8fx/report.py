@@ -306,6 +306,5 @@ def _warn_of_hardware(report: GraphReport) -> None:
         reason = decision.reason
         if reason.startswith(NO_TENSOR_CORES) and not report.converted and reason not in _WARNED:
             _WARNED.add(reason)
-            log.warning(
-                "f8fx: nothing is converted: %s%s", reason, decision.detail and f" ({decision.detail})"
-            )
+            hint = f" ({decision.detail})" if decision.detail else ""
+            log.warning("f8fx: a graph has matmuls, and none is converted: %s%s", reason, hint)

@@ -69,7 +69,7 @@ def test_where_float8_is_out_of_the_question_a_warning_says_so_once(caplog, monk
         compiled(torch.sin, select=select)(x)
     warned = [r.message for r in caplog.records if r.levelno == logging.WARNING and r.name == "f8fx"]
     assert warned == [
-        "f8fx: nothing is converted: no float8 tensor cores on cpu "
+        "f8fx: a graph has matmuls, and none is converted: no float8 tensor cores on cpu "
         '(select="all" converts anyway, as an emulation)'
     ]
 
