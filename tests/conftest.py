@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """When all files that are to run have been imported."""
     import tests.preloaded  # noqa: F401
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_one_file():
+    """What earlier files have left, such as caches, the garbage collector need not look at again and again."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -590,7 +590,7 @@ def test_a_filter_function_that_raises_in_a_later_graph_does_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_failure_in_the_backward_alone_falls_back_as_well(monkeypatch, uncached, dynamic):
     """AOTAutograd would compile a dynamic backward when it first runs, too late to fall back."""
     from f8fx import lowerings, ops

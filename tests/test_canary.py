@@ -68,15 +68,16 @@ def test_the_kernels_of_this_machine_are_right():
     assert str(verdict) == "bytes agree in cast, transpose, reduction, one read"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "broken", "chosen"),
     [
-        pytest.param("cast", ["fused"], "definition", marks=pytest.mark.long),
+        ("cast", ["fused"], "definition"),
         ("transpose", ["fused"], "realized"),
-        pytest.param("transpose", ["fused", "realized"], "definition", marks=pytest.mark.long),
-        pytest.param("reduction", ["fused"], "separate", marks=pytest.mark.long),
-        pytest.param("reduction", ["fused", "separate"], "definition", marks=pytest.mark.long),
+        ("transpose", ["fused", "realized"], "definition"),
+        ("reduction", ["fused"], "separate"),
+        ("reduction", ["fused", "separate"], "definition"),
     ],
 )
 def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, checked, kind, broken, chosen):

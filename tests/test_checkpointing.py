@@ -118,10 +118,10 @@ class Reused(nn.Module):
 @pytest.mark.parametrize(
     ("recipe", "rowwise_scales"),
     [
-        ("tensorwise", "in_gemm"),  # it has none
+        pytest.param("tensorwise", "in_gemm", marks=pytest.mark.long),  # it has none
         ("rowwise", "in_gemm"),
         ("rowwise", "torchao"),
-        ("rowwise", "after"),
+        pytest.param("rowwise", "after", marks=pytest.mark.long),
         pytest.param("rowwise_with_gw_hp", "in_gemm", marks=pytest.mark.long),
         pytest.param("rowwise_with_gw_hp", "torchao", marks=pytest.mark.long),
         pytest.param("rowwise_with_gw_hp", "after", marks=pytest.mark.long),
@@ -139,7 +139,7 @@ def test_selective_checkpointing_saves_the_matmuls_results_and_no_casts(recipe):
 
 
 @every_recipe
-@pytest.mark.parametrize("budget", [0.0, 0.5])
+@pytest.mark.parametrize("budget", [pytest.param(0.0, marks=pytest.mark.long), 0.5])
 def test_memory_budget_is_kept(budget, recipe):
     """The budget is a share of what is saved without one; float8 stays below that of bf16."""
     full = sum(saved("none", None).values())
@@ -189,7 +189,7 @@ def test_no_half_makes_a_layout_that_it_does_not_read():
     ("mode", "save"),
     [
         ("full", "lean"),
-        ("full", "fast"),
+        pytest.param("full", "fast", marks=pytest.mark.long),
         ("selective", "lean"),
         pytest.param("selective", "fast", marks=pytest.mark.long),
     ],

@@ -652,7 +652,7 @@ class BiasedAttention(nn.Module):
         return torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("widths", [(6144,), (2048, 2048, 2048)], ids=["one", "merged"])
 def test_a_bias_that_the_gemm_adds_is_no_kernel(widths, recipe):
     """What is projected, 6144 numbers a token, is neither read nor written again."""

@@ -34,7 +34,9 @@ def of_three_backwards(model: nn.Module, x: torch.Tensor) -> list[list[torch.Ten
     ]
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "executor", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])]
+)
 @pytest.mark.parametrize("select", ["all", "auto"])  # in bf16 on a CPU
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_backward_runs_again(executor: str, select: str, strict: bool) -> None:

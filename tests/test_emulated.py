@@ -125,7 +125,7 @@ def decoder_block() -> nn.Module:
 #: A model, the shape of its input, options, and whether every rounding of eager execution is made.
 MODELS = {
     "odd sizes": (GateUp, (ODD, 72), {}, True),
-    "layer norm and biases": (Gelu, (2, 24, 64), {}, True),
+    **dict(with_long((), ("layer norm and biases", (Gelu, (2, 24, 64), {}, True)))),
 }
 AS_USERS_RUN_IT = (Block, (48, 64), {}, False)
 MORE = {
@@ -135,12 +135,17 @@ MORE = {
     },
     "rowwise": {
         "a decoder's block": (decoder_block, (2, 13, 64), {}, True),
-        "parts in memory": (Fused, (2, 24, 64), {}, True),
-        "one gradient of two layers": (OneGradient, (48, 64), {}, False),
-        "merged layers of parts": (Parallel, (48, 64), {}, False),
-        "as users run it": AS_USERS_RUN_IT,
-        **dict(with_long((), ("norms of heads", (Heads, (2, 24, 64), {}, True)))),
-        **dict(with_long((), ("biases, as users run them", (Gelu, (2, 24, 64), {}, False)))),
+        **dict(
+            with_long(
+                (),
+                ("parts in memory", (Fused, (2, 24, 64), {}, True)),
+                ("one gradient of two layers", (OneGradient, (48, 64), {}, False)),
+                ("merged layers of parts", (Parallel, (48, 64), {}, False)),
+                ("as users run it", AS_USERS_RUN_IT),
+                ("norms of heads", (Heads, (2, 24, 64), {}, True)),
+                ("biases, as users run them", (Gelu, (2, 24, 64), {}, False)),
+            )
+        ),
     },
 }
 
@@ -256,10 +261,9 @@ def test_generated_code_computes_the_definitions(recipe, tmp_path, monkeypatch):
                 assert torch.equal(a, b) or sqnr(b, a) > 25, (name, index, tuple(b.shape), sqnr(b, a))
 
 
-@pytest.mark.parametrize(
-    "rows", [[1, 2, 3, 7], pytest.param([16, 0, 20, 12], marks=pytest.mark.long)], ids=sum
-)
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [[1, 2, 3, 7], [16, 0, 20, 12]], ids=sum)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_rows_whose_number_is_known_only_at_run_time(recipe, rows, tmp_path):
     torch.manual_seed(0)
     mask, counts = torch.arange(64) < sum(rows), torch.tensor(rows)
@@ -327,7 +331,8 @@ def test_faults_are_seen(tmp_path):
     assert isinstance(unwritten, list) and differing(unwritten[0], want[0]) == 1  # NaN
 
 
-@pytest.mark.parametrize("choice", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("choice", [0, 1])
 def test_canaries_raise_no_false_alarm(choice, tmp_path):
     """The functions that are compiled on a GPU's first use, with their infinities and NaN.
 

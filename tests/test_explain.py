@@ -299,7 +299,7 @@ def test_keyword_inputs():
     assert e.total == 5
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["inference", "training", "frozen"])
 @pytest.mark.parametrize("weights", ["cached", "reused"])
 def test_weights_that_are_quantized_elsewhere(weights: str, mode: str, dynamic: bool):
@@ -520,7 +520,8 @@ def test_filters_that_match_nothing_are_named():
     assert e.filters_without_match == ["'dwon'; did you mean 'down'?", "'gate'"]
     e.print(shown)
     assert "no matmul's name contains 'dwon'; did you mean 'down'?" in shown.getvalue()
-    assert "did you mean &#x27;down&#x27;?" in e.to_html()
+    assert "did you mean &#x27;down&#x27;?</p>" in e.to_html()
+    assert "contains &#x27;gate&#x27;.</p>" in e.to_html()
     assert Explanation.from_dict(json.loads(e.to_json())) == e
 
 

@@ -75,12 +75,13 @@ def test_sqnr_against_bf16_and_torchao(recipe):
         assert min(quality[name], 100) > min(sqnr(want, theirs[name]), 100) - 0.5, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "save"),
     [
         ("tensorwise", "lean"),
-        pytest.param("rowwise", "fast", marks=pytest.mark.long),
-        pytest.param("rowwise_with_gw_hp", "lean", marks=pytest.mark.long),
+        ("rowwise", "fast"),
+        ("rowwise_with_gw_hp", "lean"),
     ],
 )
 def test_merged_gemms(recipe, save):
@@ -165,6 +166,7 @@ def test_inference_of_a_shared_input_casts_it_once():
     assert len(inputs) == 3 and len(set(inputs)) == 1
 
 
+@pytest.mark.long
 def test_equal_reductions_in_one_kernel():
     """Two uses of one tensor under different layouts have equal row amaxes, which Inductor fuses."""
 
@@ -180,6 +182,7 @@ def test_equal_reductions_in_one_kernel():
     assert torch.allclose(y.detach(), want, rtol=0.05)
 
 
+@pytest.mark.long
 def test_nested_compile_region_under_debug():
     """Inductor splits the region's graph and hands both halves to the pass again."""
     linear = nn.Linear(64, 64, bias=False, dtype=bf16)

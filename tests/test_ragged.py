@@ -37,7 +37,7 @@ def trained(block, x: Tensor) -> list[Tensor]:
     return [values.detach(), *(p.grad for p in block.parameters())]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.long)])
 def test_a_ragged_batch_has_the_bits_of_its_tokens(recipe):
     """Three batches: as many sequences, more of them, and as many tokens as before."""
     block = Block()

@@ -71,7 +71,8 @@ def test_results_are_those_of_as_many_rows(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_through_inductor(recipe):
     model, x = Chosen(), randn(64, 32)
     call = compiled(model, fullgraph=True, recipe=recipe, executor="inductor")

@@ -90,7 +90,9 @@ def test_the_bits_of_casting_in_every_call(recipe, casts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name == "rowwise" else pytest.mark.long) for name in RECIPES]
+)
 def test_the_bits_through_inductor(recipe):
     model, x = Net(), x16()
     f8 = warm(model, x, recipe=recipe, executor="inductor")
@@ -414,6 +416,7 @@ print(json.dumps({"passes": len(ran), "hits": aot["autograd_cache_hit"], "sums":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_second_process_runs_no_pass(tmp_path):
     cold, warm_start = (json.loads(printed_by(CHILD, caches=tmp_path).splitlines()[-1]) for _ in range(2))
@@ -981,6 +984,7 @@ def test_evaluation_between_microbatches():
     assert torch.equal(y, uncached_rows(model, x))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_microbatches_through_inductor():
     model, x, grad = Net(), x16(), randn(16, 32, grad=False, seed=5)

@@ -244,9 +244,9 @@ def test_an_optimizer_that_holds_frozen_weights_does_not_write_to_them(casts):
 @pytest.mark.parametrize(
     ("trained", "sign"),
     [
-        (True, "none"),
+        pytest.param(True, "none", marks=pytest.mark.long),
         (True, "data is read"),
-        (True, "another optimizer steps"),
+        pytest.param(True, "another optimizer steps", marks=pytest.mark.long),
         (False, "moved to where it is"),
     ],
 )

@@ -51,7 +51,7 @@ def page(explanation: Explanation) -> str:
         "Predicted by f8fx's cost model; nothing was run.</p></header>",
         _cards(e),
         _banner(e),
-        *(f'<p class="banner">{escape(label)}: {escape(text)}.</p>' for label, text in notes(e)),
+        *(f'<p class="banner">{escape(label)}: {escape(_sentence(text))}</p>' for label, text in notes(e)),
         _time_chart(e),
         _speedup_chart(e),
         _gathers(e),
@@ -102,6 +102,10 @@ def _banner(e: Explanation) -> str:
         return ""
     why = "; ".join(f"{reason} ({count})" for reason, count in e.reasons.items())
     return f'<p class="banner">Nothing would run in float8: {escape(why)}.</p>'
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith("?") else f"{text}."
 
 
 # -- where time goes ------------------------------------------------------------------------------

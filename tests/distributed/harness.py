@@ -18,7 +18,7 @@ import faulthandler
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from f8fx.ranks import ledger
+from tests.long import with_long
 from tests.processes import start
 
 #: A function at the top level of a module, or a ``partial`` of one.
@@ -131,6 +132,12 @@ def name_of(check: Check) -> str:
         given = (str(getattr(argument, "__name__", argument)) for argument in check.args)
         return f"{check.func.__name__}({', '.join(given)})"
     return check.__name__  # type: ignore[attr-defined]
+
+
+def checks_of(module: Mapping[str, Any], *long: Check) -> tuple[Check, ...]:
+    """The functions of a module that are named ``check_...``, in their order; the long ones last, and with ``--long`` only."""
+    named = [value for name, value in module.items() if name.startswith("check_") and value not in long]
+    return with_long(named, *long)
 
 
 def run_checks(world_size: int, checks: Sequence[Check]) -> None:

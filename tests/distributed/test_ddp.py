@@ -116,6 +116,6 @@ def test_two_ranks():
         [
             a_module_of_torchs_own_is_to_be_compiled_first,
             gradients_of_the_plain_model_and_no_more_saved_than_in_bf16,
-            weights_that_are_kept_have_the_same_gradients,
+            *with_long((), weights_that_are_kept_have_the_same_gradients),
         ],
     )

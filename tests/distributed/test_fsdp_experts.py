@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from tests.distributed.harness import run_checks
 from tests.distributed.models import OPTIONS, assert_same, whole, world_mesh
 from tests.distributed.sent import Sent, collectives
 from tests.helpers import Experts, bf16, randn
+from tests.long import with_long
 
 NAMES = ("gate", "up", "down")
 COUNTS = torch.tensor([16, 0, 20, 12])
@@ -193,12 +195,22 @@ def of_expert_parallel_ranks() -> None:
 
 
 def test_fsdp_experts() -> None:
-    run_checks(2, [each_half_gathers_its_copy, layouts_that_are_not_said, other_shards, rows_that_arrive])
+    run_checks(
+        2,
+        [
+            each_half_gathers_its_copy,
+            layouts_that_are_not_said,
+            rows_that_arrive,
+            *with_long((), other_shards),
+        ],
+    )
 
 
+@pytest.mark.long
 def test_fsdp_experts_on_three_ranks() -> None:
     run_checks(3, [some_have_none])
 
 
+@pytest.mark.long
 def test_fsdp_experts_that_are_spread() -> None:
     run_checks(4, [of_expert_parallel_ranks])

@@ -92,7 +92,6 @@ def test_two_ranks():
         2,
         [
             partial(same_code_same_bits, "rowwise"),
-            checkpointed_graphs_read_the_forwards_copy_in_the_backward,
             shards_do_not_run_code_that_was_compiled_for_plain_ones,
         ],
     )
@@ -101,6 +100,11 @@ def test_two_ranks():
 @pytest.mark.long
 def test_tensorwise():
     run_checks(2, [partial(same_code_same_bits, "tensorwise")])
+
+
+@pytest.mark.long
+def test_checkpointing():
+    run_checks(2, [checkpointed_graphs_read_the_forwards_copy_in_the_backward])
 
 
 @pytest.mark.long

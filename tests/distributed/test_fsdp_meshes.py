@@ -298,7 +298,15 @@ def other_data_on_four_ranks():
 
 
 def test_four_ranks():
-    run_checks(4, [hsdp, fsdp_and_tensor_parallel, smaller_groups_are_refused, other_data_on_four_ranks])
+    run_checks(
+        4,
+        [
+            hsdp,
+            fsdp_and_tensor_parallel,
+            smaller_groups_are_refused,
+            *with_long((), other_data_on_four_ranks),
+        ],
+    )
 
 
 def test_three_ranks():
@@ -313,10 +321,9 @@ def test_two_ranks():
             models_of_equal_shapes_one_after_the_other,
             options_that_change,
             columns,
-            offloaded,
             uneven_parts,
             replicated,
-            inference_alone,
+            *with_long((), offloaded, inference_alone),
         ],
     )
 
@@ -325,6 +332,7 @@ def test_one_rank():
     run_checks(1, [one_rank])
 
 
+@pytest.mark.long
 def test_five_ranks():
     run_checks(5, [partial(empty, "tensorwise")])
 

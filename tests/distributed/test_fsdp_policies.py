@@ -409,9 +409,7 @@ def test_two_ranks():
             resharding,
             mixed_precision,
             autocast,
-            half,
             accumulation_and_clipping,
-            optimizer_in_the_backward,
             frozen,
             tied,
             checkpointing,
@@ -420,7 +418,7 @@ def test_two_ranks():
             not_a_number,
             learned_tokens,
             evaluated_in_inference_mode,
-            dtype_of_gradients,
             read_in_frames_that_dynamo_skips,
+            *with_long((), half, optimizer_in_the_backward, dtype_of_gradients),
         ],
     )

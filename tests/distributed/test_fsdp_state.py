@@ -36,6 +36,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.sent import collectives
 from tests.helpers import bf16
+from tests.long import with_long
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -262,8 +263,7 @@ def test_another_world_size_resumes(tmp_path):
         3,
         [
             partial(resumed_by_others, str(tmp_path)),
-            state_dict_of_uneven_shards_shares_memory,
-            views_of_uneven_shards_follow_a_load,
+            *with_long((), state_dict_of_uneven_shards_shares_memory, views_of_uneven_shards_follow_a_load),
         ],
     )
     run_checks(1, [partial(resumed_by_others, str(tmp_path))])

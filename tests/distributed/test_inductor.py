@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from f8fx import recording
-from tests.distributed.harness import outcome_fixture
+from tests.distributed.harness import checks_of, outcome_fixture
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.distributed.test_tensor_parallel import Net, parallel, tp_mesh
@@ -114,7 +114,10 @@ def check_ddp():
     assert_close(found(wrapped(), x, "eager", fullgraph=False)[0], values)
 
 
-CHECKS = [value for name, value in dict(globals()).items() if name.startswith("check_")]
+CHECKS = checks_of(
+    dict(globals()),
+    check_that_what_is_sent_is_rounded_first,
+)
 outcome = outcome_fixture(2, CHECKS)
 
 

@@ -11,6 +11,7 @@ from f8fx import recording
 from tests.distributed.harness import run_checks
 from tests.distributed.models import assert_same
 from tests.helpers import Block, bf16, compiled, randn
+from tests.long import with_long
 
 MICROBATCHES = 4
 
@@ -67,4 +68,4 @@ def two_stages_a_rank():
 
 
 def test_two_ranks():
-    run_checks(2, [one_stage_a_rank, two_stages_a_rank])
+    run_checks(2, [two_stages_a_rank, *with_long((), one_stage_a_rank)])

@@ -24,7 +24,7 @@ from f8fx.ranks import ledger
 from f8fx.ranks.agreement import confirm
 from f8fx.ranks.ledger import RankDisagreement
 from f8fx.torch_private import group_timeout
-from tests.distributed.harness import TIMEOUT, outcome_fixture
+from tests.distributed.harness import TIMEOUT, checks_of, outcome_fixture
 from tests.distributed.models import saved_bytes
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
@@ -392,7 +392,13 @@ def check_a_rank_that_compiles_alone_waits_no_longer_than_its_group_would():
         _set_pg_timeout(limit, group)
 
 
-CHECKS = [value for name, value in dict(globals()).items() if name.startswith("check_")]
+CHECKS = checks_of(
+    dict(globals()),
+    check_experts,
+    check_mixed_precision,
+    check_scales_over_any_dimensions,
+    check_that_rounded_shards_are_not_saved,
+)
 outcome = outcome_fixture(2, CHECKS)
 
 

@@ -28,7 +28,7 @@ import f8fx
 from f8fx import explain, recording
 from f8fx.fsdp import enable_float8_all_gather
 from f8fx.passes import by_rank
-from tests.distributed.harness import outcome_fixture
+from tests.distributed.harness import checks_of, outcome_fixture
 from tests.distributed.models import OPTIONS
 from tests.distributed.sent import InGraph, collectives
 from tests.distributed.simple_fsdp import simple_fsdp
@@ -318,7 +318,13 @@ def _handed_in(collective):
     return {"all_gather_into_tensor": 1 / ranks, "reduce_scatter_tensor": ranks}.get(collective, 1)
 
 
-CHECKS = [value for name, value in dict(globals()).items() if name.startswith("check_")]
+CHECKS = checks_of(
+    dict(globals()),
+    check_batches_of_any_size,
+    check_one_rank_compiles_for_any_size,
+    check_prepare_module_input,
+    check_rowwise_in_inference,
+)
 outcome = outcome_fixture(2, CHECKS)
 
 
@@ -479,13 +485,15 @@ def check_fsdp2_weights_and_sequence_parallel_activations():
     assert ("all_gather_into_tensor", bf16) not in after
 
 
-MESH_CHECKS = [
-    *with_long((), check_sequence_parallel_over_four),
-    check_fsdp2_weights_and_sequence_parallel_activations,
+MESH_CHECKS = with_long(
+    [
+        check_fsdp2_weights_and_sequence_parallel_activations,
+        check_weights_over_one_dimension_and_activations_over_the_other,
+    ],
+    check_sequence_parallel_over_four,
     check_strided_shards,
-    check_weights_over_one_dimension_and_activations_over_the_other,
     check_weights_over_both_dimensions,
-]
+)
 mesh_outcome = outcome_fixture(4, MESH_CHECKS)
 
 

@@ -40,7 +40,12 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [pytest.param(*run, marks=pytest.mark.long if run[0] in (*SELDOM, "t5") else ()) for run in RUNS],
+    [
+        pytest.param(
+            *run, marks=pytest.mark.long if run[0] in (*SELDOM, "t5") or run[1] != "tensorwise" else ()
+        )
+        for run in RUNS
+    ],
 )
 def test_losses_beside_bf16(name: str, recipe: str):
     """
@@ -99,7 +104,9 @@ def test_what_is_left_and_why(name: str, recipe: str):
     assert Counter((d.fqn, d.reason, d.role != "output") for d in left) == wanted
 
 
-@every_case
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n in SELDOM else n for n in CASES]
+)
 def test_sizes_belong_to_the_module_that_is_named(name: str):
     """A wrong name or role would show a size that the module's weight does not have."""
     run = training.run(name, "tensorwise")
@@ -161,9 +168,7 @@ def test_no_type_of_f8fx_is_in_the_model(name: str):
     ("name", "recipe"),
     [
         *(
-            pytest.param(
-                name, "tensorwise", marks=() if name in ("llama", "gpt2", "lora") else pytest.mark.long
-            )
+            pytest.param(name, "tensorwise", marks=() if name == "llama" else pytest.mark.long)
             for name in CASES
         ),
         ("llama", "rowwise"),

@@ -14,7 +14,7 @@ from tests.integration.models import llama, llama_batch
 
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_three_training_steps():

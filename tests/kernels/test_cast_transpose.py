@@ -45,12 +45,12 @@ ALIGN = ([1, 1], [16, 1], [1, 16], [16, 16])
 SMALL = launch.Tile(16, 32, 4)
 #: A failure is reported as it was drawn: to find a smaller one takes the interpreter minutes.
 sweep = settings(
-    max_examples=with_long((60,), 150)[-1],
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
+
+
+def examples(usual: int, long: int) -> settings:
+    return settings(sweep, max_examples=with_long((usual,), long)[-1])
 
 
 def in_interpreter(test):
@@ -152,7 +152,7 @@ float8 = st.deferred(lambda: st.sampled_from(written()))
 
 
 @in_interpreter
-@sweep
+@examples(40, 150)
 @given(
     **sources,
     fp8=float8,
@@ -174,7 +174,7 @@ def test_cast_transpose(shape, high, seed, special, layout, fp8, dim, dim_t, ali
 
 
 @in_interpreter
-@settings(sweep, max_examples=60)
+@examples(40, 60)
 @given(**sources, fp8=float8, dim=dims, align=st.sampled_from(ALIGN), transposed=st.booleans())
 def test_one_copy(shape, high, seed, special, layout, fp8, dim, align, transposed):
     x = source(shape, high, seed, special, layout)
@@ -185,7 +185,7 @@ def test_one_copy(shape, high, seed, special, layout, fp8, dim, align, transpose
 
 
 @in_interpreter
-@settings(sweep, max_examples=80)
+@examples(50, 80)
 @given(
     **sources,
     fp8=float8,
@@ -203,7 +203,7 @@ def test_row_cast(shape, high, seed, special, layout, fp8, power_of_2, align, bl
 
 
 @in_interpreter
-@settings(sweep, max_examples=60)
+@examples(40, 60)
 @given(
     **sources,
     fp8=float8,
@@ -221,7 +221,7 @@ def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2, secon
 
 @in_interpreter
 @pytest.mark.parametrize("high", HIGH)
-@settings(sweep, max_examples=30)
+@examples(20, 30)
 @given(
     # rows of each tensor, and whether it begins a group
     members=st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=row_cast_columns.MOST),
@@ -303,7 +303,7 @@ def check_computed_amaxes(shape, high, seed, special, tile, summed, plus=0.0):
 
 @in_interpreter
 @pytest.mark.parametrize("high", HIGH)
-@settings(sweep, max_examples=25)
+@examples(20, 25)
 @given(
     shape=st.tuples(
         st.sampled_from([1, 2, 7, 8, 9, 15, 17, 20]), st.sampled_from([1, 3, 15, 16, 17, 31, 33, 40])

@@ -253,7 +253,7 @@ class Projected(nn.Module):
         ({}, "eager"),
         (IN_GEMM, "eager"),
         pytest.param({}, "inductor", marks=(pytest.mark.slow, pytest.mark.long)),
-        pytest.param(IN_GEMM, "inductor", marks=pytest.mark.slow),
+        pytest.param(IN_GEMM, "inductor", marks=(pytest.mark.slow, pytest.mark.long)),
     ],
 )
 def test_no_less_precise(options, executor):

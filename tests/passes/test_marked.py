@@ -105,8 +105,15 @@ permute_2: e4m3[4,32,64] = permute(view_6, [0, 2, 1])""",
         )
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("turned", "executor"),
+    [
+        (False, "eager"),
+        (True, "eager"),
+        pytest.param(False, "inductor", marks=pytest.mark.long),
+        pytest.param(True, "inductor", marks=pytest.mark.long),
+    ],
+)
 def test_folded_marks_give_the_bits(turned, executor):
     w, grad = randn(4, 64, 32, grad=False, seed=1), randn(48, 32 if turned else 64, grad=False, seed=2)
 

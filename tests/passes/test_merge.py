@@ -578,7 +578,13 @@ def test_a_merged_result_that_another_family_reads():
     same_as_separate(f, randn(M, K), *weights(K, K, K, K))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "tensorwise",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("rowwise", "rowwise_with_gw_hp")),
+    ],
+)
 def test_dynamic_batches(recipe):
     """The input gradient is a view of dynamic size."""
 

@@ -59,7 +59,13 @@ def test_all_of_them_where_they_are_small():
     assert joined(decoder, *made(5)) == [10]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "tensorwise",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("rowwise", "rowwise_with_gw_hp")),
+    ],
+)
 def test_gradients(recipe, monkeypatch):
     """Of the encoder's output they are added up across runs."""
     monkeypatch.setattr(lifetimes, "AT_ONCE", 3 * SIZE)

@@ -82,7 +82,7 @@ def test_operands_of_two_dtypes_are_left():
 
 def test_hardware_without_float8():
     for select in ("auto", "all"):
-        decisions = untouched(F.linear, *xw(8192, 4096, 4096), select=select, target="a100")
+        decisions = untouched(F.linear, *meta(8192, 4096, 4096), select=select, target="a100")
         assert reasons(decisions) == {"no float8 tensor cores on a100"}
 
 
@@ -123,7 +123,7 @@ def test_rowwise_scales_decide_what_pays():
     for scales in ("in_gemm", "torchao"):
         report = report_of(
             F.linear,
-            *xw(512, 4096, 4096),
+            *meta(512, 4096, 4096),
             select="auto",
             target="h100",
             recipe="rowwise",
