@@ -473,6 +473,7 @@ Path(__file__).with_name("done").write_text(index)
 """
 
 
+@pytest.mark.long
 def test_cases_are_compiled_ahead_in_processes_that_end_before_anything_is_measured(
     tmp_path, monkeypatch, capsys
 ):

@@ -126,8 +126,9 @@ def test_float32_is_checked_on_gpus_only(monkeypatch):
     assert {dtype for device, dtype in asked if device == "cuda"} == {bf16, torch.float32}
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param("realized", marks=pytest.mark.long), "definition"])
+@pytest.mark.parametrize("form", ["realized", "definition"])
 def test_a_graph_compiled_with_safe_kernels_is_right(monkeypatch, checked, form):
     """And one compiled with the wrong kernels is not: the injected fault does reach the graphs."""
 

@@ -81,6 +81,7 @@ print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"], equal)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_backward_from_the_cache_runs_again(tmp_path: Path) -> None:
     found = [printed_by(FROM_THE_CACHE, caches=tmp_path).splitlines()[-1] for _ in range(2)]

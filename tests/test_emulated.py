@@ -312,6 +312,7 @@ def test_another_tuning_candidate_gives_the_same(tmp_path):
         assert all(differing(a, b) <= 0.002 for a, b in zip(results, want, strict=True))
 
 
+@pytest.mark.long
 def test_faults_are_seen(tmp_path):
     """The tests above can fail."""
     torch.manual_seed(0)

@@ -112,6 +112,7 @@ def test_generated_code_agrees_with_eager(recipe):
         assert sqnr(want, generated[name]) > 25, name
 
 
+@pytest.mark.long
 def test_dynamic_sizes():
     torch.manual_seed(0)
     model = nn.Linear(32, 48, dtype=bf16)

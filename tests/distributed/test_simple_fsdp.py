@@ -425,7 +425,7 @@ def hybrid():
     assert len(traffic.ranks) == 2 and any("all_reduce" in send for send in traffic.sends), traffic
 
 
-FOUR = [rows_over_four, hybrid]
+FOUR = with_long((hybrid,), rows_over_four)
 outcome_of_four = outcome_fixture(4, FOUR)
 
 

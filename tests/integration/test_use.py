@@ -258,6 +258,7 @@ def test_dynamic_batch_and_length(
     assert len(reports) == graphs
 
 
+@pytest.mark.long
 def test_recompiles_for_another_size(model: nn.Module, reports: list[GraphReport]):
     """Without ``dynamic=True``: static first, then dynamic, as Dynamo does by default."""
     forward = compiled(model, dynamic=None)
