@@ -332,7 +332,6 @@ def test_one_rank():
     run_checks(1, [one_rank])
 
 
-@pytest.mark.long
 def test_five_ranks():
     run_checks(5, [partial(empty, "tensorwise")])
 
