@@ -170,10 +170,12 @@ def _is_scaled_both_ways(cat: fx.Node, operand: fx.Node, matmuls: Sequence[Conve
 
 
 def _is_column_sums(node: fx.Node, cat: fx.Node) -> bool:
-    """Whether a reader sums a tensor over all dimensions but the last."""
+    """Whether a reader sums a tensor, not its transpose, over all dimensions but the last."""
     if node.target is not aten.sum.dim_IntList or node.kwargs:
         return False
     source = cast("fx.Node", node.args[0])
+    if flat_base(source) is not cat:
+        return False
     return is_same(shape_of(source)[-1], shape_of(cat)[-1]) and is_over_rows(node)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import f8fx
 from f8fx import ops
 from f8fx.passes import concatenations
-from tests.helpers import compiled, graph_after, joint_graphs, randn
+from tests.helpers import compiled, graph_after, joint_graphs, randn, sqnr
 
 
 def fused(x, gate_up, down):
@@ -196,6 +196,38 @@ def test_another_sum_needs_the_whole(dim):
         return F.linear(both, w) + both.sum(dim=dim, keepdim=True)[:, :1]
 
     assert stays(summed, randn(16, 64), randn(64, 128, seed=1))
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (1, 64, 32)])
+@pytest.mark.parametrize("options", [{"recipe": "tensorwise"}, {"recipe": "rowwise"}], ids=str)
+def test_the_sum_of_a_square_transpose_is_another(shape, options):
+    """It has as many numbers as that of the columns."""
+
+    def f(a, b, w):
+        both = torch.cat([a.tanh(), b.sin()], -1)
+        return F.linear(both, w), both.mT.sum(dim=tuple(range(both.dim() - 1)))
+
+    inputs = randn(*shape, grad=False), randn(*shape, seed=2, grad=False), randn(64, 64, seed=1, grad=False)
+    assert stays(f, *inputs, **options)
+    assert torch.equal(compiled(f, **options)(*inputs)[1], f(*inputs)[1])
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (1, 64, 64)])
+def test_the_gradient_of_a_bias_of_mixed_tokens(shape):
+    """As many tokens as there are columns, and a gate behind."""
+
+    def mixed(x, w, b):
+        gate, up = F.linear(x.mT, w / 8, b).mT.chunk(2, -1)
+        return gate.tanh() * up
+
+    inputs = randn(*shape, grad=False), randn(64, 64, seed=1), randn(64, seed=2)
+    found = []
+    for call in (mixed, compiled(mixed, recipe="rowwise")):
+        inputs[2].grad = None
+        y = call(*inputs)
+        y.backward(randn(*y.shape, grad=False, seed=3))
+        found.append(inputs[2].grad)
+    assert sqnr(*found) > 20
 
 
 def biased(x, w, b):
