@@ -39,6 +39,8 @@ def _refresh(node: fx.Node) -> None:
         try:
             if not takes_any_strides(user.target):
                 raise ValueError(f"{user.target} may need its arguments as they were")
+            if "unbacked_bindings" in user.meta:
+                raise ValueError(f"{user.target} would give other symbols for its sizes")
             set_value(user)
             _run_on_meta(user)
         except (RuntimeError, ValueError):

@@ -173,3 +173,21 @@ def test_a_size_that_was_found_to_be_another():
     assert size_hint(known) == size_hint(found) == 48
     assert size_hint(found + 1) == 49
     assert size_hint(other) is None
+
+
+@pytest.mark.parametrize("choose", [lambda q, mask: q[mask], lambda q, mask: q.masked_select(mask[:, None])])
+@pytest.mark.parametrize("grad", [True, False])
+def test_rows_chosen_of_the_results_of_merged_layers(choose, grad):
+    """What chooses them is not run anew for the strides of its input: it would give another number of rows."""
+
+    def f(x, a, b, mask):
+        q, k = F.linear(x, a), F.linear(x, b)
+        return choose(q, mask) * 2, F.relu(k)
+
+    args = randn(64, 32, grad=grad), randn(48, 32, grad=grad, seed=1), randn(48, 32, grad=grad, seed=2)
+    mask = torch.arange(64) % 3 == 0
+    report = report_of(f, *args, mask, target="h100")
+    assert [d.merge for d in report.decisions if d.role == "output"]
+    found = compiled(f, target="h100", recipe="rowwise")(*args, mask)
+    wanted = compiled(f, target="h100", recipe="rowwise", merge="never")(*args, mask)
+    assert all(map(torch.equal, found, wanted))
