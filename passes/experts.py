@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from .left import GROUPED_DYNAMIC, GROUPED_FORM, GROUPED_GRADIENT
-from .operand import CASTS, PERMUTES, SAME_ORDER, is_same_shape, permutation, shape_of
+from .operand import CASTS, PERMUTES, SAME_ORDER, is_same_shape, permutation, shape_of, stays_on_device
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def trace_matrices(node: fx.Node, is_quantized: Callable[[fx.Node], bool]) -> tu
         if node.target in PERMUTES and permutation(node) == _TURNED:
             transposed = not transposed
         elif node.target in CASTS:
-            if not is_quantized(source):
+            if not is_quantized(source) or not stays_on_device(node):
                 break
         elif node.target not in SAME_ORDER or not is_same_shape(shape_of(node), shape_of(source)):
             break

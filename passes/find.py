@@ -62,6 +62,7 @@ from .operand import (
     is_same,
     repeated_matrix,
     shape_of,
+    stays_on_device,
     trace,
 )
 from .parameters import expanded_parameter, is_repeated, of_parameters
@@ -178,7 +179,7 @@ class _Walk:
     def _through_cast(self, traced: _Traced) -> _Traced:
         """A weight, traced on through the cast from the float32 tensor it is a rounding of."""
         node = traced.node
-        if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
+        if node.target not in CASTS or not isinstance(node.args[0], fx.Node) or not stays_on_device(node):
             return traced
         source = node.args[0]
         *batch, _, _ = shape_of(source)  # an einsum's has size-1 dimensions in front

@@ -29,7 +29,16 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
-from .operand import CASTS, PERMUTES, SAME_ORDER, is_same, is_same_shape, permutation, shape_of
+from .operand import (
+    CASTS,
+    PERMUTES,
+    SAME_ORDER,
+    is_same,
+    is_same_shape,
+    permutation,
+    shape_of,
+    stays_on_device,
+)
 
 aten = torch.ops.aten
 
@@ -216,7 +225,7 @@ def _step(node: fx.Node, user: fx.Node) -> Step | None:
         return Step("permute", (user,))
     if is_padding(user):
         return Step("pad", (user,))
-    if user.target in CASTS:
+    if user.target in CASTS and stays_on_device(user):
         dtypes = {node.meta["val"].dtype, user.meta["val"].dtype}
         return Step("cast", (user,)) if dtypes <= FLOATS else None
     return None
@@ -253,11 +262,12 @@ def _reassembled(gathered: fx.Node, user: fx.Node, size: int, shard: tuple) -> S
             return None
         head: tuple[fx.Node, ...] = (user,)
     elif user.target is aten.slice.Tensor:
-        pieces = sorted(
-            (n for n in gathered.users if n.target is aten.slice.Tensor), key=lambda n: n.args[2:3]
-        )
-        if not isinstance(shard[0], int):
+        slices = [n for n in gathered.users if n.target is aten.slice.Tensor]
+        if not all(
+            isinstance(start, int) for start in (shard[0], *(n.args[2] for n in slices if len(n.args) > 2))
+        ):
             return None
+        pieces = sorted(slices, key=lambda n: n.args[2:3])
         starts = [shard[0] * i for i in range(size)]
         expected = [(0, start, start + shard[0]) for start in starts]
         if [tuple(n.args[1:4]) for n in pieces] != expected or any(len(n.args) > 4 for n in pieces):

@@ -264,6 +264,12 @@ def input_of(node: fx.Node) -> fx.Node | None:
     return node if is_given(node) else None
 
 
+def stays_on_device(cast: fx.Node) -> bool:
+    """Whether what changes a tensor's dtype leaves it where it is; ``_to_copy`` can do both."""
+    (source,) = cast.all_input_nodes
+    return source.meta["val"].device == cast.meta["val"].device
+
+
 def is_given(node: fx.Node) -> bool:
     """Whether a tensor is there before the graph runs: an input, or a constant that its module holds."""
     return node.op in ("placeholder", "get_attr")

@@ -47,6 +47,8 @@ class Rewrite:
         self.as_bytes = as_bytes
         self.anchor = move.gathered.nodes[0]
         self.reductions: list[Reduction] = []
+        # what takes the place of an amax; copies may share one that differ in their scales
+        self.reduced: dict[fx.Node, fx.Node] = {}
         # what was gathered, at each step, and what took its place; and how the dimensions of what is gathered are ordered
         self.now: dict[fx.Node, fx.Node] = {}
         self.order = [*range(len(shape_of(self.gathered.shard)))]
@@ -79,14 +81,9 @@ class Rewrite:
         for dtype in copy.casts:
             source = local(prims.convert_element_type.default, source, dtype)
         matrix, dim = self._matrix(local, source, copy)
-        once = self._inserter(self.anchor, copy.amax, once=True)
-        amax = once(ops.amax, matrix, dim)
-        if not copy.local:
-            reduction = insert_reduction(once, amax, self.gathered.group)
-            self.reductions.append(reduction)
-            amax = reduction.result
-        copy.amax.node.replace_all_uses_with(amax)
-        self._hoist(copy.scale, amax)
+        if copy.amax.node not in self.reduced:
+            self.reduced[copy.amax.node] = self._reduce(matrix, dim, copy)
+        self._hoist(copy.scale, self.reduced[copy.amax.node])
         readers_of = {scale: [*scale.users] for scale in copy.scales}
         data = self._inserter(self.anchor, copy.uses[0].reader, cast=True)(
             ops.quantize, matrix, copy.scale, dtype=copy.dtype, dim=dim, transpose=False, align=[1, 1]
@@ -96,6 +93,17 @@ class Rewrite:
             for user in readers_of[scale]:
                 user.replace_input_with(scale, whole)
         self._gather(local, copy, data)
+
+    def _reduce(self, matrix: fx.Node, dim: int | None, copy: Copy) -> fx.Node:
+        """Puts the amax of the shard, over all ranks where that is due, in the place of that of the whole."""
+        once = self._inserter(self.anchor, copy.amax, once=True)
+        amax = once(ops.amax, matrix, dim)
+        if not copy.local:
+            reduction = insert_reduction(once, amax, self.gathered.group)
+            self.reductions.append(reduction)
+            amax = reduction.result
+        copy.amax.node.replace_all_uses_with(amax)
+        return amax
 
     def _inserter(self, anchor: fx.Node, reader: Reader, once: bool = False, cast: bool = False) -> Inserter:
         """Inserts for a reader at an anchor, with the anchor's checkpointing marks: what was redone still is.

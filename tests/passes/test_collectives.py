@@ -961,6 +961,18 @@ def test_stays_when_an_operator_between_is_unknown():
     assert_stays(("no float8 matmul reads it", "relu"), f, (16, 64), (24, 64))
 
 
+def test_stays_when_it_is_moved_to_another_device():
+    """``_to_copy`` is a cast where it does not."""
+
+    def f(x):
+        whole = aten._to_copy.default(gather(x), device=torch.device("cuda:0"))
+        return ops.quantize(
+            whole, ops.scale(ops.amax(whole), dtype=torch.float8_e4m3fn), dtype=torch.float8_e4m3fn
+        )
+
+    assert_stays_by_hand(("no float8 matmul reads it", "_to_copy"), f, (16, 64))
+
+
 def test_stays_when_it_is_written_to_a_tensor_of_another_kind():
     why = ("no float8 matmul reads it", "copy")
     assert_stays(why, lambda x, w: x @ gathered_into(w, torch.float32).to(bf16).t(), (16, 64), (24, 64))
@@ -1037,6 +1049,29 @@ def test_stays_when_copies_have_different_dtypes():
         return copies
 
     assert_stays_by_hand(("its readers need different float8 copies", "dtypes"), f, (16, 64))
+
+
+@pytest.mark.parametrize("other", [{"dtype": torch.float8_e5m2}, {"power_of_2": True}])
+def test_two_copies_of_one_amax_are_reduced_once(other):
+    """Together they are half of a float32 tensor; what sets them apart is how they are scaled."""
+    kinds = [{"dtype": torch.float8_e4m3fn}, {"dtype": torch.float8_e4m3fn, **other}]
+
+    def f(x):
+        whole = gather(x)
+        amax = ops.amax(whole)
+        return [ops.quantize(whole, ops.scale(amax, **kind), dtype=kind["dtype"]) for kind in kinds]
+
+    def float32(fn, *shapes):
+        return graph_of(fn, *shapes, dtype=torch.float32)
+
+    graph = by_hand(f, (16, 64), trace=float32)
+    (decision,) = Collectives()(graph)
+    assert decision.moved, decision
+    check(graph, "collectives")
+    gathers = graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+    assert [node.meta["val"].element_size() for node in gathers] == [1, 1]
+    assert len(graph.find_nodes(op="call_function", target=c10d.all_reduce.default)) == 1
+    assert len(graph.find_nodes(op="call_function", target=ops.amax)) == 1
 
 
 def test_stays_with_a_scale_of_this_rank_alone():
@@ -1293,6 +1328,22 @@ def test_stays_when_nothing_but_its_size_is_read():
         return y.expand(gather(x).shape)
 
     assert_stays_by_hand(("no float8 matmul reads it", ""), f, (6, 64), (1, 1), trace=symbolic)
+
+
+def test_stays_when_parts_of_dynamic_sizes_are_read():
+    def f(x):
+        whole, rows = gather(x), x.shape[0]
+        return [
+            ops.quantize(
+                part, ops.scale(ops.amax(part), dtype=torch.float8_e4m3fn), dtype=torch.float8_e4m3fn
+            )
+            for part in (whole[rows : 2 * rows], whole[:rows], whole[2 * rows :])
+        ]
+
+    graph = by_hand(f, (6, 64), trace=symbolic)
+    before = describe(graph)
+    (decision,) = Collectives()(graph)
+    assert not decision.moved and describe(graph) == before
 
 
 def test_stays_when_rowwise_scales_have_dynamic_sizes():

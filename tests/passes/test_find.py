@@ -10,8 +10,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import f8fx
 from f8fx.passes import Find, fqn
+from f8fx.passes.fake import set_value
 from f8fx.passes.find import Found
+from f8fx.torch_private import fake_tensor_mode
 from tests.helpers import bf16, joint_graphs, randn, report_of
+
+aten = torch.ops.aten
 
 
 def found_in(fn, *args, **kwargs) -> Found:
@@ -489,3 +493,21 @@ def test_the_slice_of_an_input_on_the_right_is_the_weight(part):
     report = report_of(lambda x, w: F.linear(x, part(w)), randn(16, 64), randn(2, 48, 64, seed=1))
     contracted = {d.role: d.k for d in report.decisions}
     assert contracted == {"output": 64, "grad_weight": 16, "grad_input": report.decisions[0].n}
+
+
+def test_a_cast_that_moves_is_no_part_of_a_weight():
+    """As graphs have it that were not decomposed; the amax would be taken on one device, and read on another."""
+    with fake_tensor_mode():
+        x, w = torch.empty(32, 64, dtype=bf16, device="cuda"), torch.empty(64, 48)
+    graph = fx.Graph()
+    placeholders = [graph.placeholder(name) for name in ("x", "w")]
+    for node, value in zip(placeholders, (x, w), strict=True):
+        node.meta["val"] = value
+    kwargs = {"dtype": bf16, "device": torch.device("cuda:0")}
+    moved = graph.call_function(aten._to_copy.default, (placeholders[1],), kwargs)
+    mm = graph.call_function(aten.mm.default, (placeholders[0], moved))
+    graph.output(mm)
+    for node in (moved, mm):
+        set_value(node)
+    (gemm,) = Find()(graph).gemms
+    assert gemm.right.node is moved
