@@ -77,12 +77,16 @@ def fake_like(
 ) -> torch.Tensor | None:
     """A new fake tensor in the mode of another, made without dispatch (``FakeTensor.__new__``).
 
-    ``None`` where a mode is active that catches the making of its meta tensor.
+    ``None`` where another mode than a fake one is active, which catches the making of its meta tensor. While a graph is
+    compiled a fake one is always active (``unset_fake_temporarily``).
     """
-    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    if type(meta) is not torch.Tensor:
-        return None
-    return type(like)(like.fake_mode, meta, device)
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if type(meta) is not torch.Tensor:
+            return None
+        return type(like)(like.fake_mode, meta, device)
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:

@@ -7,14 +7,15 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 import f8fx.passes.thresholds
 from benchmarks import graphs
 from f8fx.demo.model import DecoderConfig
 from f8fx.options import Options
+from f8fx.passes import fake
 from f8fx.passes.sums import sum_of
-from tests.helpers import bf16, joint_graphs, randn
+from tests.helpers import bf16, compiled, joint_graphs, randn
 
 aten = torch.ops.aten
 
@@ -58,6 +59,21 @@ def test_four_times_the_blocks_are_four_times_the_calls(block, recipe):
     few, many = (calls(block, layers, recipe) for layers in LAYERS)
     # 4.0 times on torch 2.13, 4.24 on 2.11; of a pass of quadratic time it would be up to 16
     assert many < 1.1 * LAYERS[1] / LAYERS[0] * few
+
+
+def test_what_is_known_of_a_layout_is_used_in_a_compile(monkeypatch):
+    """AOTAutograd calls the passes under a fake mode of its own."""
+    made = []
+    of_layout = fake.fake_like
+
+    def counting(*args):
+        made.append(of_layout(*args))
+        return made[-1]
+
+    monkeypatch.setattr(fake, "fake_like", counting)
+    layers = [nn.Linear(32, 32, dtype=bf16) for _ in range(4)]
+    compiled(nn.Sequential(*layers))(randn(16, 32))
+    assert len(made) > len(layers) and None not in made
 
 
 def test_rows_that_are_copied_one_after_the_other():
