@@ -173,8 +173,8 @@ def _run_with_weights(
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         warnings.warn(f"f8fx: the weights of a graph are quantized in each call ({what})", stacklevel=2)
         log.debug("f8fx: no weight inputs", exc_info=error)
-        (graph_pass.pipeline, graph_pass.key), graph_pass.reports = plain, []
-        graph_pass.confirmed = []
+        graph_pass.forget()
+        graph_pass.pipeline, graph_pass.key = plain
     compiled = run(gm, example_inputs, graph_pass)
     return weight_inputs.noting_training(compiled) if training else compiled
 

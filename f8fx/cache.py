@@ -147,19 +147,25 @@ def has_report(key: CacheKey) -> bool:
 
     Caches may be carried elsewhere without it (``torch.compiler.load_cache_artifacts``, remote caches).
     """
-    return key.uuid is None or _record(key).exists()
+    return key.uuid is None or _read_report(key) is not None
 
 
 def load_report(key: CacheKey, recipe: str) -> list[GraphReport]:
     """What was decided when a cached graph was built."""
-    try:
-        reports = [GraphReport.from_dict(data) for data in json.loads(_record(key).read_text())]
-    except (OSError, ValueError, TypeError, KeyError):
+    reports = _read_report(key)
+    if reports is None:
         log.info("f8fx: graph from a cache (%s); its record of decisions is gone", recipe)
         return []
     for report in reports:
         report.cached = True
     return reports
+
+
+def _read_report(key: CacheKey) -> list[GraphReport] | None:
+    try:
+        return [GraphReport.from_dict(data) for data in json.loads(_record(key).read_text())]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:

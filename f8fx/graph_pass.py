@@ -83,8 +83,12 @@ class GraphPass(CustomGraphPass):
 
     def begin_again(self, otherwise: Any) -> None:
         """Forgets an attempt; the next one differs by ``otherwise``."""
-        forget_traced_regions()
+        self.forget()
         self.key = self.key.extended(otherwise)
+
+    def forget(self) -> None:
+        """Forgets an attempt, with the nested regions that were rewritten in it."""
+        forget_traced_regions()
         self.reports, self.met_again, self.confirmed = [], [], []
 
     def uuid(self) -> Any:

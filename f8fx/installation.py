@@ -12,6 +12,7 @@ themselves alone: a model that goes through ``torch.compile`` before, in or afte
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,13 @@ class _Installed:
     ended: bool = False
 
 
+class _Within(threading.local):
+    """Whether this thread is compiling a graph: ahead of time, Inductor calls its entry again without saying so."""
+
+    graph = False
+
+
+_WITHIN = _Within()
 #: Those in force; of several the last one holds.
 _INSTALLED: list[_Installed] = []
 _UNMARK: list[Callable[[], None]] = []
@@ -95,9 +103,13 @@ def _push(options: dict[str, Any]) -> _Installed:
             return this.replaced(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
         # Inductor calling itself, or backend="f8fx" with options of its own: this graph has been here before
         other_compiler = "inner_compile" in kwargs and not compiles_ahead_of_time()
-        if args or other_compiler or _has_pass(config_patches):
+        if args or other_compiler or _has_pass(config_patches) or _WITHIN.graph:
             return original(model_, example_inputs_, *args, config_patches=config_patches, **kwargs)
-        return compile_graph(model_, example_inputs_, parsed, original, config_patches, kwargs)
+        _WITHIN.graph = True
+        try:
+            return compile_graph(model_, example_inputs_, parsed, original, config_patches, kwargs)
+        finally:
+            _WITHIN.graph = False
 
     compile_fx.installation = this  # type: ignore[attr-defined]
     module.compile_fx = compile_fx

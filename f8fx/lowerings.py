@@ -148,8 +148,8 @@ def _sizes(x: Any, transpose: bool) -> Sequence[Any]:
 
 
 def _scales(table: Lowering, scale: Any, whole: Parts, dim: int | None) -> list[Any]:
-    """The scale of every part."""
-    if dim is None or dim == whole.dim:
+    """The scale of every part; of one part, which may have been several that are in memory now, it is all there is."""
+    if dim is None or dim == whole.dim or len(whole.values) == 1:
         return [scale] * len(whole.values)
     scales = table.parts(scale)
     if scales is not None:

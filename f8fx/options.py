@@ -5,7 +5,7 @@ Every key and value is validated here and nowhere else; the rest of f8fx sees an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
@@ -223,7 +223,8 @@ def _names(key: str) -> Callable[[Any], tuple[str, ...]]:
         for part in parts:
             if not isinstance(part, str) or not part:
                 raise OptionError(f"{key} must hold non-empty strings, got {part!r}")
-        return parts
+        # the order of a set differs from process to process, and would keep graphs out of the caches
+        return tuple(sorted(parts)) if isinstance(value, Set) else parts
 
     return parse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,18 @@ from .report import log
 
 
 def store_json(path: Path, data: Any) -> None:
-    """Writes a file whole or not at all, for other processes to read. Failing to is no error."""
+    """Writes a file whole or not at all, for other processes to read, those of other users too where the umask lets them.
+
+    Failing to is no error.
+    """
+    new = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            try:
-                json.dump(data, file)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        try:
+            new.write_text(json.dumps(data))
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
     except OSError as error:
         log.debug("f8fx: could not keep %s: %s", path.name, error)

@@ -283,6 +283,8 @@ def _family(members: Members, gradients: Gradients, kept: Kept, backward: Set[fx
             return _apart(members, "input gradients are not only added up")
     if "grad_weight" in roles:
         own = tuple(conversion.gemm.left for conversion in roles["grad_weight"])
+        if all(conversion.gemm.right.kind == "grad_output" for conversion in roles["grad_weight"]):
+            return _apart(members, "weight gradients are x.T @ dy, not dy.T @ x")
         if not _are_plain(gemms(roles["grad_weight"]), members[0].gemm.left.node):
             return _apart(members, "grad_weight is no plain matmul with the same input")
         if grads and [grad.node for grad in grads] != [grad.node for grad in own]:

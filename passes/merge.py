@@ -6,7 +6,7 @@ by side, with ``w = concat(w_1, w_2, ...)``:
 * ``output``: ``concat(y_i) = x @ w``, whose columns are read where they lie;
 * ``grad_input``: the gradients of the one input are added up, ``sum_i dy_i @ w_i.T = concat(dy_i) @ w.T``,
   now inside the accumulator of one gemm instead of in rounded sums;
-* ``grad_weight``: ``concat(dw_i) = x.T @ concat(dy_i)``, whose rows are the gradients.
+* ``grad_weight``: ``concat(dw_i) = concat(dy_i).T @ x``, whose rows are the gradients of weights ``[n, k]``.
 
 Every weight and gradient is quantized anyway, so nothing is copied to stand side by side: the kernels
 that quantize the parts write into one buffer (``f8fx.concat`` is never in memory). Where the recipe keeps

@@ -69,15 +69,19 @@ class KnownInputs:
     def mark(self, graph: fx.Graph) -> None:
         """Notes it on the inputs of a graph made of the Dynamo graph; parts of a subclass are what the whole is.
 
-        Graphs that are compiled ahead of time hold theirs as constants.
+        Graphs that are compiled ahead of time hold theirs as constants. Of the inputs of a branch of ``torch.cond``, or
+        of a nested region, nothing is known: which of the Dynamo graph's they are is not noted there.
         """
+        placeholders = graph.find_nodes(op="placeholder")
+        positions = {node: input_position(node) for node in placeholders}
+        are_told = any(position is not None for position in positions.values())
         for node in graph.nodes:
-            if node.op == "placeholder":
-                position = input_position(node)
+            if node.op == "placeholder" and are_told:
+                position = positions[node]
                 node.meta[_PARAMETER] = position in self.parameters
                 node.meta[_HELD] = position in self.held
                 node.meta[_UNEVEN] = position in self.uneven
-            elif node.op == "get_attr":
+            elif node.op == "get_attr" and isinstance(_constant(node), torch.Tensor):
                 node.meta[_PARAMETER] = isinstance(_constant(node), nn.Parameter)
                 node.meta[_HELD] = not node.meta[_PARAMETER]
 

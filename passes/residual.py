@@ -68,12 +68,13 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _is_of_scales(node: fx.Node) -> bool:
-    """Whether a tensor is the products of a matmul's scales, one of each row by one of each column."""
+    """Whether a tensor is the products of a matmul's scales, one of each row or column by others, or by the one of all."""
     sources = node.all_input_nodes
     return (
         "f8fx" in node.meta
         and len(sources) == 2
-        and all(source.target is aten.unsqueeze.default for source in sources)
+        and any(source.target is aten.unsqueeze.default for source in sources)
+        and all(source.target is aten.unsqueeze.default or _rank(source) == 0 for source in sources)
     )
 
 

@@ -245,6 +245,7 @@ def _ask(filter_fn: FilterFn, gemm: Gemm) -> bool:
     info = _info(gemm)
     try:
         answer = filter_fn(gemm.fqn, info)
+        says = bool(answer)  # raises for an array of several
     except Exception as error:
         raise FilterError(
             f"filter_fn raised {type(error).__name__} for {gemm.fqn!r}, {info}: {error}"
@@ -253,7 +254,7 @@ def _ask(filter_fn: FilterFn, gemm: Gemm) -> bool:
         raise FilterError(
             f"filter_fn returned None for {gemm.fqn!r}, {info}: it must return True (convert) or False"
         )
-    return bool(answer)
+    return says
 
 
 def _info(gemm: Gemm) -> GemmInfo:

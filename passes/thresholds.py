@@ -51,7 +51,7 @@ class Thresholds:
         self.verdicts: dict[Hashable, dict[int, bool]] = {}
 
     def rows(self, index: int, traced: int, pays: bool) -> int | None:
-        """The smallest number of rows, a multiple of 16, from which a matmul is converted; ``None``: at none.
+        """The smallest number of rows, a multiple of 16 or that of the trace, from which it is converted; ``None``: at none.
 
         Args:
             traced: the number of rows it was traced with.
@@ -99,7 +99,8 @@ class Thresholds:
         while high - low > ALIGNMENT:
             middle = (low + high) // (2 * ALIGNMENT) * ALIGNMENT
             low, high = (low, middle) if converted(middle) else (middle, high)
-        return high
+        # it need not be converted at fewer rows than it was traced with
+        return min(high, traced) if pays else high
 
 
 def _groups(gemms: Sequence[PlannedGemm]) -> list[list[int]]:

@@ -140,6 +140,21 @@ def test_a_failing_pass_leaves_the_package_in_high_precision(monkeypatch: pytest
     assert "f8fx" not in text
 
 
+def test_a_failing_pass_does_not_run_again_and_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Inductor's entry calls itself, and options of Inductor come along."""
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        raise ValueError("made to fail")
+
+    monkeypatch.setattr("f8fx.passes.Pipeline.__call__", fail)
+    with pytest.warns(UserWarning, match="made to fail"):
+        options = {"strict": False, "inductor": {"max_autotune": False}}
+        text = graph_ahead(block(), randn(32, 128, grad=False), **options)[0]
+    assert len(calls) == 1 and "f8fx" not in text
+
+
 def test_other_inner_compilers_are_let_through():
     """A tool that calls Inductor with a compiler of its own asked for no stock backend."""
     texts = []

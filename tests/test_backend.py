@@ -562,6 +562,11 @@ def test_a_filter_function_that_raises_is_the_users_error():
         compiled(Net(), strict=False, filter_fn=broken)(randn(16, 32))
 
 
+def test_a_filter_function_whose_answer_is_neither_is_the_users_error():
+    with pytest.raises(Exception, match=r"filter_fn raised RuntimeError for 'first'.*ambiguous"):
+        compiled(Net(), strict=False, filter_fn=lambda fqn, gemm: torch.ones(2))(randn(16, 32))
+
+
 def test_a_filter_function_that_gives_no_answer_is_the_users_error_too():
     """Say for want of a ``return``: taken for false, it would leave everything in high precision."""
     with pytest.raises(Exception, match=r"filter_fn returned None for 'first'.*output"):

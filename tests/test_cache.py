@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import f8fx
 import f8fx.hardware
-from f8fx.cache import CacheKey
+from f8fx.cache import CacheKey, has_report, load_report, store_report
 from f8fx.passes import Pipeline
 from f8fx.records import store_json
 from f8fx.report import GraphReport
@@ -114,6 +114,23 @@ def test_a_cache_without_the_record_of_decisions(tmp_path, options):
     for found in (moved, again):
         assert found["lines"] == [first["lines"][0] + " [cached]"]
         assert (found["sum"], found["grad"], found["names"]) == (first["sum"], first["grad"], first["names"])
+
+
+def test_a_record_that_cannot_be_read_is_no_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("f8fx.cache.inductor_cache_dir", lambda: tmp_path)
+    key = CacheKey("uuid", "graph")
+    store_report(key, [GraphReport("tensorwise")])
+    assert has_report(key) and len(load_report(key, "tensorwise")) == 1
+    (record,) = tmp_path.rglob("*.json")
+    record.write_text(record.read_text()[:5])
+    assert not has_report(key) and load_report(key, "tensorwise") == []
+
+
+def test_others_may_read_a_record(tmp_path):
+    """The files that Inductor keeps beside it can be read, too."""
+    store_json(tmp_path / "record.json", {})
+    (tmp_path / "other").touch()
+    assert (tmp_path / "record.json").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_other_options_never_get_that_graph(cache, cold):

@@ -281,3 +281,28 @@ def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted):
         compiled(model, **options)(randn(16, 32)).sum().backward()
     assert len(seen) >= 6 and set(seen) == {(77 if converted else before[0], 3)}
     assert (config.realize_opcount_threshold, config.realize_reads_threshold) == before
+
+
+def test_columns_of_parts_are_cast_in_the_safe_form(monkeypatch):
+    """It lies in one piece before it is cast, and its scales are those of the parts still."""
+    from f8fx import kernel_forms, lowerings, ops
+
+    fused = dict.fromkeys(kernel_forms.FORMS, "fused")
+    device = torch.device("cpu")
+    monkeypatch.setitem(
+        kernel_forms.VERDICTS, device, kernel_forms.Verdict("cpu", {**fused, "transpose": "realized"})
+    )
+
+    def f(a, b):
+        whole = ops.concat([a * 2, b * 2], 1)
+        scales = ops.scale(ops.amax(whole, 0), dtype=torch.float8_e4m3fn)
+        return (
+            ops.quantize(whole, scales, dtype=torch.float8_e4m3fn, dim=0, transpose=True).view(torch.uint8),
+        )
+
+    args = [randn(32, 16, grad=False), randn(32, 48, grad=False, seed=1)]
+    lowerings.register()
+    torch._dynamo.reset()
+    with fresh_cache():
+        found = torch.compile(f)(*args)
+    assert torch.equal(found[0], f(*args)[0])

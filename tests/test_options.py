@@ -71,6 +71,12 @@ def test_every_default_can_be_given():
     assert Options.parse(given) == Options()
 
 
+def test_a_set_of_names_is_the_same_in_all_processes():
+    names = {"lm_head", "router", "embed", "gate"}
+    assert Options.parse({"filter_fqns": names}).filter_fqns == ("embed", "gate", "lm_head", "router")
+    assert Options.parse({"filter_fqns": ["b", "a"]}).filter_fqns == ("b", "a")
+
+
 def test_options_reach_the_user_through_torch_compile():
     model = torch.compile(nn.Linear(16, 16), backend=f8fx.f8fx, options={"recipee": "rowwise"})
     with pytest.raises(Exception, match="did you mean 'recipe'"):

@@ -741,6 +741,29 @@ def test_weights_that_change_without_a_trace_are_never_kept(casts):
         assert torch.equal(y, uncached_rows(model, x))
 
 
+def test_a_region_is_reported_after_an_attempt_with_kept_weights_failed(monkeypatch):
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32, dtype=bf16)
+
+        @torch.compiler.nested_compile_region
+        def forward(self, x):
+            return self.layer(x).relu()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such thing")
+
+    net = nn.Sequential(Region(), Region(), nn.Linear(32, 32, dtype=bf16))
+    with recording() as reports:
+        infer(compiled(net), x16())
+    wanted = [report.converted for report in reports]
+    monkeypatch.setattr("f8fx.weights.inputs.wrapped", fail)
+    with recording() as reports, pytest.warns(UserWarning, match="no such thing"):
+        infer(compiled(net, weights="cached", strict=False), x16())
+    assert [report.converted for report in reports] == wanted == [2]
+
+
 def test_what_cannot_be_watched_is_refused_with_one_warning(casts):
     weights_refused = f8fx.weights.inputs._SAID
     weights_refused.clear()

@@ -226,6 +226,29 @@ def test_a_weight_that_is_computed_with_buffers_is_a_weight(layer):
     assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
 
 
+class Branches(nn.Module):
+    """A layer in both branches, behind an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.register_buffer("mask", torch.ones(32, 32, dtype=bf16).tril())
+
+    def forward(self, x):
+        return torch.cond(x.float().sum() > 0, self.taken, lambda x: self.taken(x) * 2, (x,))
+
+    def taken(self, x):
+        return F.linear(x.tanh(), self.layer.weight * self.mask)
+
+
+def test_a_weight_that_is_computed_in_a_branch_is_a_weight():
+    """Which inputs of a branch are parameters is not known."""
+    with recording() as reports, torch.no_grad():
+        compiled(Branches())(randn(16, 32, grad=False))
+    assert {reason for report in reports for reason in told(report, False)} == set()
+    assert sum(report.converted for report in reports) == 2
+
+
 @pytest.mark.parametrize("how", ["matrix_exp", "cayley", "householder"])
 def test_a_weight_that_is_computed_with_constants_is_a_weight(how):
     """The triangle of ``tril`` and the identity are computed from nothing."""

@@ -74,6 +74,14 @@ def test_scales_behind_the_gemm_are_part_of_it():
     assert marked(residual, *args(), **options) == 1
 
 
+def test_scales_of_rows_by_the_one_of_the_other_operand_are_part_of_it():
+    hybrid = f8fx.Recipe.named("rowwise_with_gw_hp")
+    exact = replace(hybrid, output=replace(hybrid.grad_input, use_fast_accum=False))
+    options = {"recipe": exact, "rowwise_scales": "torchao"}
+    assert "f32[16,1] = unsqueeze(" in graph_after(residual, *args(), **options)
+    assert marked(residual, *args(), **options) == 1
+
+
 def test_a_bias_is_part_of_the_matmul():
     def f(x, w, b):
         h = x + F.linear(x, w, b)

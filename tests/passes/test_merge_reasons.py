@@ -415,6 +415,8 @@ class Linear(torch.autograd.Function):
             return torch.addmm(x, grad, w), grad.t() @ x, None
         if ctx.how == "input first":
             return grad @ w, (x.t() @ grad).t(), None
+        if ctx.how == "a sum":
+            return grad @ w, torch.addmm(w, grad.t(), x), None
         if ctx.how == "two gradients":
             return grad @ w, (2 * grad).t() @ x, None
         assert ctx.how == "two grad_inputs"
@@ -426,7 +428,8 @@ class Linear(torch.autograd.Function):
     [
         ("weight first", "the input is transposed in memory, and so is its gradient"),
         ("added", "grad_input is no plain matmul with the same weight"),
-        ("input first", "grad_weight is no plain matmul with the same input"),
+        ("input first", "weight gradients are x.T @ dy, not dy.T @ x"),
+        ("a sum", "grad_weight is no plain matmul with the same input"),
         ("two gradients", "grad_input and grad_weight read different gradients"),
         ("two grad_inputs", "a layer has more than one grad_input"),
     ],
@@ -436,6 +439,16 @@ def test_a_backward_of_another_form(how, reason):
         return Linear.apply(x, a, how).sin()[:, :32] * Linear.apply(x, b, how)
 
     unmerged(reason, f, randn(M, K), *weights(64, 32))  # sizes tell which layer a gradient is of
+
+
+def test_weights_that_are_multiplied_as_they_lie():
+    """``x @ w`` for ``w`` of [k, n]; without a backward such layers are merged."""
+
+    def f(x, a, b):
+        return (x @ a).sin()[:, :32] * (x @ b)
+
+    stored = randn(K, 64), randn(K, 32, seed=1)
+    unmerged("weight gradients are x.T @ dy, not dy.T @ x", f, randn(M, K), *stored)
 
 
 def test_an_input_that_is_transposed_in_memory():

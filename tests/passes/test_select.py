@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -374,6 +375,16 @@ def test_auto_says_from_which_m_a_dynamic_gemm_pays():
     output = next(d for d in decisions_on("h100", x, weight) if d.role == "output")
     assert not output.converted
     assert "pays for M >= " in output.detail
+
+
+@pytest.mark.parametrize("rows", [2602, 2603, 2608])
+def test_what_is_converted_has_no_more_rows_than_it_is_converted_from(rows):
+    weight = torch.empty(4096, 4096, dtype=bf16, device="meta")
+    x = torch.empty(rows, 4096, dtype=bf16, device="meta")
+    torch._dynamo.mark_dynamic(x, 0)
+    (output,) = decisions_on("h100", x, weight)
+    least = int(re.search(r"pays for M >= (\d+)", output.detail)[1])
+    assert output.converted == (rows >= least)
 
 
 @pytest.mark.parametrize("target", ["mi300x", "b200", "h100"])
