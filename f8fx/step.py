@@ -35,7 +35,8 @@ class _Parameter:
 
     def shard(self, ranks: int) -> int:
         """Elements of a shard, padding included."""
-        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+        first, *rest = self.shape or (1,)  # one number is split as a vector of one is
+        return -(-first // ranks) * math.prod(rest)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from .interconnect import Interconnect
-from .torch_private import is_collective, process_group, size_hint
+from .torch_private import is_collective, process_group, size_hint, tree_leaves
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -34,6 +34,10 @@ _OPS: Mapping[str, Op] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
+    # of several tensors that travel together
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_reduce_coalesced": "all_reduce",
 }
 
 
@@ -166,7 +170,10 @@ def totals(calls: Iterable[Call]) -> tuple[Sent, ...]:
 
 
 def calls_of(graph: fx.Graph, backward: bool) -> list[Call]:
-    """The collectives that stand in a graph; those of a group that this process does not know are left out."""
+    """The collectives that stand in a graph. Left out: broadcasts, and those of a group that this process does not know.
+
+    A size that is known when the graph runs only counts as 0.
+    """
     found: list[Call] = []
     for node in graph.nodes:
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
@@ -178,8 +185,11 @@ def calls_of(graph: fx.Graph, backward: bool) -> list[Call]:
         ranks = dist.get_process_group_ranks(group)
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         what = "amaxes" if name == "all_reduce" and "f8fx" in node.meta else IN_GRAPH
-        value = node.args[0].meta["val"]
-        size = math.prod(size_hint(size) or 0 for size in value.shape) * value.dtype.itemsize
-        dtype = str(value.dtype).removeprefix("torch.")
-        found.append(Call(_OPS[name], what, "", backward, len(ranks), {dtype: size}, stride))
+        sizes: dict[str, int] = {}
+        for sent in tree_leaves(node.args[0]):
+            value = sent.meta["val"]
+            size = math.prod(size_hint(size) or 0 for size in value.shape) * value.dtype.itemsize
+            dtype = str(value.dtype).removeprefix("torch.")
+            sizes[dtype] = sizes.get(dtype, 0) + size
+        found.append(Call(_OPS[name], what, "", backward, len(ranks), sizes, stride))
     return [call for call in found if call.ranks > 1]

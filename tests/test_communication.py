@@ -107,6 +107,14 @@ def test_shards_that_are_not_even_carry_padding():
     assert weights.input_bytes == (2 * shard + 6 * 64) * 2
 
 
+def test_a_parameter_of_no_dimension_is_one_of_one_number():
+    """Such as CLIP's logit_scale."""
+    model = net()
+    without = predict(model, 4, options()).high[0].input_bytes
+    model.logit_scale = nn.Parameter(torch.tensor(2.65, dtype=torch.bfloat16, device="meta"))
+    assert predict(model, 4, options()).high[0].input_bytes == without + 2
+
+
 def test_a_lone_block_is_one_of_a_larger_model():
     with torch.device("meta"):
         c = predict(nn.Linear(32, 64, bias=False).bfloat16(), 2, options())
@@ -363,6 +371,41 @@ def test_what_tensor_parallelism_sends_is_counted():
         "blocks.0.up.weight": (32, 32),
         "down.weight": (32, 32),
     }
+
+
+@pytest.mark.parametrize(
+    ("how", "row"),
+    [
+        (
+            lambda c, x, w: c.all_gather_into_tensor_coalesced([x, x], w)[0],
+            ("all_gather", 2 * 2 * 64 * 64 * 3),
+        ),
+        (
+            lambda c, x, w: c.reduce_scatter_tensor_coalesced([x, x], "sum", [0, 0], w)[0],
+            ("reduce_scatter", 2 * 2 * 64 * 64 * 3 // 4),
+        ),
+        (
+            lambda c, x, w: c.all_reduce_coalesced([x, x], "sum", w)[0],
+            ("all_reduce", 2 * 2 * 64 * 64 * 2 * 3 // 4),
+        ),
+    ],
+    ids=["all_gather", "reduce_scatter", "all_reduce"],
+)
+def test_collectives_of_several_tensors_are_counted(how, row: tuple[str, int]):
+    """Of four ranks."""
+    from torch.distributed import _functional_collectives as collectives
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def forward(x, weight):
+        return nn.functional.linear(how(collectives, x, torch.distributed.group.WORLD), weight)
+
+    inputs = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2)]
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        c = f8fx.explain(forward, *inputs).communication
+    finally:
+        torch.distributed.destroy_process_group()
+    assert c is not None and sent(c) == [(row[0], "in the graph", "bfloat16", row[1], row[1])]
 
 
 def test_without_a_plan_it_says_that_it_is_not_counted():
