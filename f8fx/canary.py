@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
+import importlib
 import json
 import threading
 import time
@@ -210,12 +210,16 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _path(device: torch.device) -> Path:
+def triton_version() -> str | None:
+    """Of the Triton that is imported, whatever its distribution is called (pytorch-triton, triton-windows); None without."""
     try:
-        triton: str | None = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    parts = [_name(device), str(torch.__version__), triton, source_hash()]
+        return str(importlib.import_module("triton").__version__)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _path(device: torch.device) -> Path:
+    parts = [_name(device), str(torch.__version__), triton_version(), source_hash()]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
     return Path(inductor_cache_dir()) / "f8fx" / f"canary-{digest}.json"
 

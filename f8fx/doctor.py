@@ -332,7 +332,7 @@ def diagnose(canaries: bool = False) -> Diagnosis:
     Args:
         canaries: check the kernels that Inductor generates on the CPU as well; those on GPUs always are.
     """
-    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    triton = canary.triton_version()
     torch_version = str(torch.__version__)
     versions = {
         "python": platform.python_version(),

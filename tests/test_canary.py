@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -223,6 +224,17 @@ def test_another_version_does_not(monkeypatch):
     here = canary._path(CPU)
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert canary._path(CPU) != here
+
+
+def test_another_triton_does_not_whatever_its_distribution_is_called(monkeypatch):
+    paths = []
+    for version in ("3.6.0", "3.7.0"):
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+        paths.append(canary._path(CPU))
+        assert canary.triton_version() == version
+    monkeypatch.setitem(sys.modules, "triton", None)  # not installed
+    assert canary.triton_version() is None
+    assert len({*paths, canary._path(CPU)}) == 3
 
 
 def test_nothing_is_checked_at_import_or_for_a_cpu(monkeypatch):
