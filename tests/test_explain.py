@@ -481,6 +481,82 @@ def test_names_are_escaped():
     assert "<script>alert" not in e.to_html()
 
 
+class Cache:
+    def __init__(self) -> None:
+        self.keys = torch.zeros(1, 64, dtype=torch.bfloat16)
+
+    def update(self, keys: Tensor) -> Tensor:
+        self.keys = torch.cat([self.keys, keys])
+        return self.keys
+
+
+class Counting(nn.Module):
+    """Writes a buffer, and holds a tensor in an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bfloat16))
+        self.table = types.SimpleNamespace(rows=torch.ones(64, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        return self.linear(x) + self.table.rows
+
+
+def test_what_is_called_with_is_left_as_it_was():
+    """Models and caches among the arguments are copied, once each."""
+    model, cache, x = Counting().bfloat16(), Cache(), torch.randn(32, 64, dtype=torch.bfloat16)
+    keys = cache.keys
+
+    def step(model: nn.Module, same: nn.Module, cache: Cache, x: Tensor) -> Tensor:
+        assert model is same
+        return cache.update(model(x)).float().sum()
+
+    e = f8fx.explain(step, model, model, cache, x, select="all")
+    assert e.converted == e.total > 0 and e.training
+    assert type(model.seen) is Tensor and model.seen == 0
+    assert cache.keys is keys
+
+
+def test_arguments_on_meta_follow_the_others():
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().sum()
+
+    with torch.device("meta"):
+        model = nn.Linear(64, 64).bfloat16()
+        x = torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert f8fx.explain(step, model, x, select="all").training
+
+
+def test_tensors_of_plain_objects_are_not_copied(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Tensor, "__deepcopy__", lambda tensor, memo: pytest.fail(f"copied {tensor.shape}"))
+    assert f8fx.explain(Counting().bfloat16(), torch.randn(32, 64, dtype=torch.bfloat16)).total
+
+
+def test_what_cannot_be_copied_is_shared():
+    """Meshes (whose ranks are numbers in a tensor), process groups, locks."""
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class OnMesh(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.mesh.size()  # pyright: ignore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        model = OnMesh(64, 64).bfloat16()
+        model.mesh, model.held = mesh, (mesh.get_group(), threading.Lock(), torch.Generator())  # pyright: ignore
+        x = torch.randn(32, 64, dtype=torch.bfloat16)
+        assert f8fx.explain(model, x, select="all").converted
+        assert f8fx.explain(lambda model, mesh, x: model(x) * mesh.size(), model, mesh, x).total
+        assert mesh.mesh.tolist() == [0, 1, 2, 3]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_stance_of_the_users_holds_for_calls_only():
     for stance in ("force_eager", "fail_on_recompile"):
         with torch.compiler.set_stance(stance):

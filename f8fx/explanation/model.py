@@ -47,7 +47,8 @@ def explain(
     """Says which matmuls of ``model(*args, **kwargs)`` would run in float8, why, and what it gains.
 
     Needs no GPU, computes nothing and allocates no tensor (what else its Python does, it does once): a model built under ``torch.device("meta")``
-    will do, with inputs there too. The model is traced on a copy and stays as it is. With gradients
+    will do, with inputs there too. The model and what it is called with are traced on copies and stay as they are; a
+    function's globals are not copied, so pass it a model as an argument, or close over it. With gradients
     enabled and asked for by any parameter or input, forward and backward are traced, else the forward.
 
     Args:

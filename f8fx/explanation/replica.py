@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from f8fx.parts import dtensor_like, is_dtensor
 from f8fx.torch_private import is_fake, local_tensor, tree_leaves, tree_map, uncompiled
@@ -61,12 +64,21 @@ class Replica:
         return self._deepcopy(content) if _tensors(content) else content
 
     def of_inputs(self, inputs: Any) -> Any:
-        """The same nest of inputs with fakes for tensors."""
-        return tree_map(lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+        """The same nest of inputs with fakes for tensors, and copies of what holds tensors: a module, a cache."""
+
+        def of_leaf(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._fake(leaf)
+            return self._of_cell(leaf) if _tensors(leaf) else leaf
+
+        return tree_map(of_leaf, inputs)
 
     def _deepcopy(self, value: Any) -> Any:
-        for tensor in _tensors(value):
-            self._fake(tensor)
+        for leaf in _leaves(value):
+            if isinstance(leaf, Tensor):
+                self._fake(leaf)
+            elif isinstance(leaf, _SHARED):
+                self.memo[id(leaf)] = leaf
         try:
             return copy.deepcopy(value, self.memo)
         except Exception as error:
@@ -103,20 +115,32 @@ def _made_in_inference_mode(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.is_inference()
 
 
+#: What a copy has in common with what it is of: it cannot be copied or, as a mesh with its groups, need not be.
+_SHARED: tuple[type, ...] = (
+    DeviceMesh,
+    torch.Generator,
+    torch.Stream,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    *([dist.ProcessGroup] if dist.is_available() else []),
+)
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    """Every tensor in a nest of containers, modules (their plain attributes too) and functions."""
-    found: list[Tensor] = []
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Every tensor, and what is shared, in a nest of containers, modules, functions and other objects (their attributes)."""
+    found: list[Any] = []
     seen: set[int] = set()
 
     def visit(value: Any) -> None:
         for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, (Tensor, *_SHARED)):
                 found.append(leaf)
             elif id(leaf) in seen:
                 continue
-            elif isinstance(leaf, nn.Module):
-                seen.add(id(leaf))
-                visit(dict(vars(leaf)))
             elif isinstance(leaf, types.MethodType):
                 visit(leaf.__self__)
             elif isinstance(leaf, functools.partial):
@@ -124,6 +148,9 @@ def _tensors(value: Any) -> list[Tensor]:
             elif isinstance(leaf, types.FunctionType):
                 seen.add(id(leaf))
                 visit([cell.cell_contents for cell in leaf.__closure__ or ()])
+            elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, types.ModuleType)):
+                seen.add(id(leaf))
+                visit(dict(vars(leaf)))
 
     visit(value)
     return found
