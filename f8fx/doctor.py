@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -246,15 +247,17 @@ class Diagnosis:
         console = console or Console()
         versions = Table.grid(padding=(0, 2, 0, 0))
         for package, version in self.versions.items():
-            versions.add_row(package, version or "[dim]none[/dim]")
+            versions.add_row(package, Text(version) if version else Text("none", "dim"))
         console.print(versions)
         console.print(f"f8fx is tested on torch {', '.join(self.torch_supported)}.", highlight=False)
         for warning in self.warnings:
-            console.print(_entry("[yellow]warning[/yellow]", warning))
+            console.print(_entry(Text("warning", "yellow"), warning))
 
         for device in self.devices:
             cores = "float8 tensor cores" if device.float8_tensor_cores else "no float8 tensor cores"
-            console.print(f"\n[bold]{device.name}[/bold] ({device.hardware}, {cores})", highlight=False)
+            console.print(
+                f"\n[bold]{escape(device.name)}[/bold] ({device.hardware}, {cores})", highlight=False
+            )
             width = 4 + max(map(len, device.recipes))
             for recipe, verdict in device.recipes.items():
                 console.print(_entry(f"  {recipe}", verdict, width))
@@ -273,7 +276,7 @@ class Diagnosis:
             console.print(_entry("  what to do", issue.workaround))
 
 
-def _entry(label: str, text: str, width: int = 12) -> Table:
+def _entry(label: str | Text, text: str, width: int = 12) -> Table:
     """A label and a text that wraps beside it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(min_width=width)

@@ -7,14 +7,15 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .report import GraphReport
 
 
 def print_report(report: GraphReport, file: TextIO | None = None) -> None:
     """Prints every decision of one graph as a table, to stderr by default."""
-    console = Console(file=file or sys.stderr)
-    table = Table(title=report.line(), title_justify="left", expand=False)
+    console = Console(file=file or sys.stderr, markup=False, emoji=False)  # names are the user's
+    table = Table(title=Text(report.line(), "table.title"), title_justify="left", expand=False)
     for column in ("module", "gemm", "M x K x N", "float8", "why"):
         table.add_column(column, overflow="fold")
     for d in report.decisions:

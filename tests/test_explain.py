@@ -22,6 +22,8 @@ import f8fx
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
 from f8fx.explanation import ExplainError, Explanation, Row
 from f8fx.explanation.show import grouped
+from f8fx.report import Decision, GraphReport
+from f8fx.show import print_report
 from f8fx.torch_private.versions import release
 from tests.helpers import bf16, compiled
 
@@ -588,6 +590,40 @@ def test_arguments_of_the_model_are_told_from_options():
     ):
         f8fx.explain(model, x, scale=2.0, select="all")
     assert f8fx.explain(model, x, kwargs={"scale": 2.0}, select="all").total == 2
+
+
+def test_names_and_filters_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
+    """Not read as rich's markup: a tag would vanish, and a closing one raise."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("[inst]", "[/inst]", ":tada:")})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for head in self.heads.values():
+                x = head(x)
+            return x
+
+    model, x, shown = Heads().bfloat16(), torch.randn(32, 64, dtype=torch.bfloat16), io.StringIO()
+    e = f8fx.explain(model, x, filter_fqns=["[a-z]+_proj", "q[/]"], select="all")
+    e.print(shown)
+    for name in (
+        "heads.[inst",
+        "heads.[/inst",
+        ":tada:",
+        "contains '[a-z]+_proj'",
+        "contains 'q[/]'",
+    ):
+        assert name in shown.getvalue()
+    assert " yes " in shown.getvalue()
+    compiled(model, select="all", executor="eager", verbose=True)(x)
+    printed = capsys.readouterr().err
+    assert "heads.[inst" in printed and "heads.[/inst" in printed
+    decision = Decision("head", "output", 16, 16, 16, False, "filtered", "by [a-z]+")
+    print_report(GraphReport("tensorwise", cached=True, decisions=[decision]))
+    printed = capsys.readouterr().err
+    assert "[cached]" in printed and "[a-z]+" in printed
 
 
 def test_filters_that_match_nothing_are_named():

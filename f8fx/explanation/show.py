@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from f8fx.recipe import ROLES
 
@@ -140,20 +142,21 @@ def seconds_text(seconds: float) -> str:
 def print_explanation(explanation: Explanation, file: TextIO | None = None, expand: bool = False) -> None:
     """See :meth:`f8fx.explanation.Explanation.print`."""
     file = file or sys.stdout
-    console = Console(file=file, highlight=False)
+    plain = functools.partial(Console, file=file, highlight=False, markup=False, emoji=False)
+    console = plain()
     if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=_FILE_WIDTH)
-    console.print(explanation.line(), style="bold", markup=False)
+        console = plain(width=_FILE_WIDTH)
+    console.print(explanation.line(), style="bold")
     console.print(_table(explanation, expand))
     for label, text in totals(explanation):
-        console.print(f"[bold]{label}[/bold]: {text}")
+        console.print(Text.assemble((label, "bold"), f": {text}"))
     if gathers := grouped_gathers(explanation):
         console.print()
         console.print(_gathers_table(gathers))
     if explanation.communication is not None:
         console.print()
         console.print(_wire_table(explanation.communication))
-        console.print(wire_note(explanation.communication), style="dim", markup=False)
+        console.print(wire_note(explanation.communication), style="dim")
 
 
 GATHER_COLUMNS = ("gathered in", "shape", "dtype", "ranks", "float8", "why")
@@ -244,7 +247,7 @@ def _table(explanation: Explanation, expand: bool) -> Table:
             "" if label == previous else label,
             row.role,
             row.size,
-            "[green]yes[/green]" if row.converted else "-",
+            Text("yes", "green") if row.converted else "-",
             "" if row.speedup is None else f"{row.speedup:.2f}x",
             "" if group.share is None else f"{group.share:.1%}",
             group.why,
