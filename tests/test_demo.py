@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -253,6 +255,24 @@ def test_the_table_holds_every_figure():
 def test_the_picture_is_a_png(tmp_path: Path):
     show.picture(_plan(2), _run("bf16", (3.0, 2.5)), _run("float8", (3.0, float("nan"))), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(corpus: data.Corpus):
+    bf16, float8 = _run("bf16", (3.0, 2.5)), _run("float8", (float("inf"), float("nan")))
+    results = json.loads(
+        show.json_text(show.results(_plan(2), corpus, bf16, float8)),
+        parse_constant=lambda text: pytest.fail(text),
+    )
+    assert results["bf16"]["losses"] == [3.0, 2.5] and results["float8"]["losses"] == [None, None]
+    assert results["largest_difference"] == {"value": None, "step": 0}
+    assert show.largest_difference(bf16, _run("float8", (3.0, float("nan"))))[1] == 1
+
+
+def test_paths_are_printed_as_they_are(corpus: data.Corpus):
+    shown = io.StringIO()
+    odd = dataclasses.replace(corpus, root=Path("/[old]/[/x]"))
+    show.introduce(_plan(2), odd, "a GPU [b]", Console(file=shown, width=300))
+    assert "from /[old]/[/x];" in shown.getvalue() and "a GPU [b]" in shown.getvalue()
 
 
 def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

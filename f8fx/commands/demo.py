@@ -52,7 +52,11 @@ def add(commands: Any) -> None:
         help="train on N ranks with FSDP2, weights gathered in bf16 and in float8; gloo on CPU, NCCL on CUDA",
     )
     demo.add_argument("--smoke", action="store_true", help="a few steps of a tiny model, to see it run")
-    demo.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+    demo.add_argument(
+        "--json",
+        action="store_true",
+        help="print the results as JSON instead of a table; losses that are not finite are null",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

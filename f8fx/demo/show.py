@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +21,9 @@ _BF16, _FLOAT8, _INK, _GRID = "#3b6fb6", "#e07b1a", "#333333", "#e4e4e4"
 
 
 def largest_difference(bf16: Run, float8: Run) -> tuple[float, int]:
-    """Largest |float8 loss - bf16 loss| over the steps, and the step where it is."""
+    """Largest |float8 loss - bf16 loss| over the steps, NaN above all, and the step where it is."""
     gaps = [abs(a - b) for a, b in zip(bf16.losses, float8.losses, strict=True)]
-    worst = max(range(len(gaps)), key=gaps.__getitem__)
+    worst = max(range(len(gaps)), key=lambda step: math.inf if math.isnan(gaps[step]) else gaps[step])
     return gaps[worst], worst
 
 
@@ -36,8 +38,9 @@ def introduce(plan: Plan, corpus: Corpus, note: str, console: Console) -> None:
         f"Text: {corpus.files} files, {len(corpus) / 1e6:.1f} MB, from {corpus.root}; "
         f"{plan.steps} steps of {plan.ranks * plan.batch} x {plan.seq} bytes, twice",
         highlight=False,
+        markup=False,
     )
-    console.print(f"[yellow]{note}[/yellow]", highlight=False)
+    console.print(note, style="yellow", highlight=False, markup=False)
 
 
 def table(bf16: Run, float8: Run, console: Console) -> None:
@@ -95,6 +98,19 @@ def results(plan: Plan, corpus: Corpus, bf16: Run, float8: Run) -> dict[str, Any
         "bf16": bf16.to_dict(),
         "float8": float8.to_dict(),
     }
+
+
+def json_text(results: dict[str, Any]) -> str:
+    """The results as JSON; a number that is not finite, of which JSON has none, is null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [finite(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(results), indent=2, allow_nan=False)
 
 
 def picture(plan: Plan, bf16: Run, float8: Run, path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import math
 import statistics
 import sys
@@ -372,13 +371,14 @@ def _main(args: argparse.Namespace, device: torch.device, ranks: Ranks | None) -
     if speaks:
         results = show.results(plan, corpus, bf16, float8)
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        (args.out / "results.json").write_text(show.json_text(results) + "\n")
         show.picture(plan, bf16, float8, args.out / "losses.png")
         if args.json:
-            print(json.dumps(results, indent=2))
+            print(show.json_text(results))
         else:
             show.table(bf16, float8, console)
-    console.print(f"Picture and numbers: {args.out / 'losses.png'}, {args.out / 'results.json'}")
+    written = f"Picture and numbers: {args.out / 'losses.png'}, {args.out / 'results.json'}"
+    console.print(written, markup=False)
     if not all(math.isfinite(loss) for loss in (*bf16.losses, *float8.losses)):
         console.print("[red]A loss is not finite: this run failed.[/red]")
         return 1
