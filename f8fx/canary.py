@@ -214,7 +214,7 @@ def triton_version() -> str | None:
     """Of the Triton that is imported, whatever its distribution is called (pytorch-triton, triton-windows); None without."""
     try:
         return str(importlib.import_module("triton").__version__)
-    except (ImportError, AttributeError):
+    except Exception:  # not there, or broken
         return None
 
 
