@@ -229,8 +229,12 @@ def on_record(part: Part, folder: Path, stamp: Mapping[str, Any]) -> bool:
         result = json.loads(path.read_text())
         if any(result["stamp"][key] != stamp[key] for key in common.SAME):
             continue
-        passed = any(row["part"] == part.name and row["returncode"] == 0 for row in result["rows"])
-        if result["complete"] if part.keeps else part.name == "tests" and passed:
+        if part.keeps:
+            done = result["complete"]
+        else:  # a row for each part, in the result of this command itself
+            passed = any(row["part"] == part.name and row["returncode"] == 0 for row in result["rows"])
+            done = part.name == "tests" and passed
+        if done:
             return True
     return False
 

@@ -404,7 +404,7 @@ def on_a_gpu(monkeypatch):
         failed = part.name == "ablations"
         if part.keeps:
             folder = Path(extra[extra.index("--results") + 1])
-            result = {"name": part.name, "complete": not failed, "stamp": stamp, "settings": {}, "rows": []}
+            result = {"name": part.name, "complete": not failed, "stamp": stamp, "settings": {}, "rows": [{"ms": 1}]}
             path = folder / f"{stamp['date'][:10]}-nvidia-h200-{part.name}.json"
             path.write_text(json.dumps({**result, "summary": {}}))
         outcome = "failed: x" if failed else "3 passed" if part.name == "tests" else "done"
