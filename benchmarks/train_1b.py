@@ -7,7 +7,8 @@ standard library's sources (:mod:`f8fx.demo.data`).
 
 2,000 steps of 8192 tokens take minutes for each run, so runs are made one after the other, each kept when it has ended.
 ``--checkpoints FOLDER`` also keeps the state of a run that the budget cuts off (13 GB at 1 B), and the next command goes on from
-there. A result says how many steps each run has made; runs are compared over the steps that all have.
+there. A result says how many steps each run has made; gaps are over the steps that both runs have, and a gap in multiples of the spread
+of seeds is that of the steps that all three have.
 """
 
 from __future__ import annotations
@@ -261,6 +262,18 @@ def gap(left: Sequence[float], right: Sequence[float]) -> float | None:
     return max(differences[steps // 10 :], default=None)
 
 
+def gap_over_spread(
+    losses: Sequence[float], reference: Sequence[float], other_seed: Sequence[float]
+) -> float | None:
+    """A run's gap to bf16 in multiples of that between two seeds of bf16, over the steps that all three have.
+
+    Runs differ more the further they are, so that gaps over different numbers of steps do not compare.
+    """
+    steps = min(map(len, (losses, reference, other_seed)))
+    found, spread = (gap(reference[:steps], other[:steps]) for other in (losses, other_seed))
+    return found / spread if found is not None and spread else None
+
+
 def latest(rows: Sequence[Row]) -> dict[str, Row]:
     """The furthest row of each run, in the order of :data:`CONTENDERS`."""
     best: dict[str, Row] = {}
@@ -278,11 +291,15 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         return {"gap_to_bf16": {}, "spread_of_seeds": None, "gap_over_spread": {}, "speedup": {}}
     gaps = {name: gap(reference["losses"], row["losses"]) for name, row in runs.items() if name != REFERENCE}
     spread = gaps.pop(OTHER_SEED, None)
+    ratios = {}
+    if spread is not None:
+        seeds = (reference["losses"], runs[OTHER_SEED]["losses"])
+        ratios = {name: gap_over_spread(runs[name]["losses"], *seeds) for name in gaps}
     return {
         "steps": {name: row["steps"] for name, row in runs.items()},
         "gap_to_bf16": gaps,
         "spread_of_seeds": spread,
-        "gap_over_spread": {name: g / spread for name, g in gaps.items() if g is not None and spread},
+        "gap_over_spread": {name: ratio for name, ratio in ratios.items() if ratio is not None},
         "speedup": {
             name: row["tokens_per_second"] / reference["tokens_per_second"]
             for name, row in runs.items()

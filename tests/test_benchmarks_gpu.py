@@ -240,6 +240,18 @@ def test_gaps_are_given_in_multiples_of_what_another_seed_makes():
     assert found["steps"]["f8fx rowwise"] == 60 and found["speedup"]["f8fx tensorwise"] == 1.3
 
 
+def test_a_gap_and_the_spread_it_is_compared_with_are_of_the_same_steps():
+    """Runs drift apart, so the spread of a run that was cut off is smaller than that of all steps."""
+
+    def row(name: str, drift: float, steps: int) -> dict[str, Any]:
+        return {**_runs()[0], "run": name, "steps": steps, "losses": [5 + drift * i for i in range(steps)]}
+
+    runs = [row("bf16", 0, 100), row("f8fx tensorwise", 1e-3, 100), row("bf16, other seed", 2e-3, 40)]
+    assert train_1b.summary(runs)["gap_over_spread"] == pytest.approx({"f8fx tensorwise": 0.5})
+    runs[-1] = row("bf16, other seed", 2e-3, 0)
+    assert train_1b.summary(runs)["gap_over_spread"] == {}
+
+
 # -- reports --------------------------------------------------------------------------------------
 
 
