@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,16 @@ _SMOKE = Setting("tiny", 4, 4, 2, 32, 3e-3, "cpu")
 class Training:
     """One run, which can be stopped after any step and gone on with.
 
+    Args:
+        same: what the code and machine are (:data:`benchmarks.common.SAME`) that a file must be of to be gone on from.
+
     Attributes:
         losses, step_ms: of the steps made so far.
     """
 
-    def __init__(self, contender: Contender, setting: Setting) -> None:
+    def __init__(self, contender: Contender, setting: Setting, same: Mapping[str, Any]) -> None:
         self.contender, self.setting = contender, setting
+        self.origin = {"same": dict(same), "contender": asdict(contender), "setting": asdict(setting)}
         cuda = setting.device == "cuda"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(contender.seed)
@@ -163,7 +167,7 @@ class Training:
         """Everything that the next step depends on."""
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {
-            "setting": asdict(self.setting),
+            **self.origin,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -175,11 +179,12 @@ class Training:
         unfinished.replace(path)
 
     def load(self, path: Path) -> bool:
-        """Goes on from a file, if it is there and of the same setting."""
+        """Goes on from a file, if it is there and of the same code, contender and setting."""
         if not path.exists():
             return False
         state = torch.load(path, map_location=self.setting.device, weights_only=True)
-        if state["setting"] != asdict(self.setting):
+        if any(state.get(key) != value for key, value in self.origin.items()):
+            console.print(f"{path.name} is of other code or another setting: not gone on from")
             return False
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -189,16 +194,21 @@ class Training:
 
 
 def run(
-    name: str, setting: Setting, corpus: data.Corpus, budget: common.Budget, checkpoints: Path | None
+    name: str,
+    setting: Setting,
+    corpus: data.Corpus,
+    budget: common.Budget,
+    checkpoints: Path | None,
+    stamp: Mapping[str, Any],
 ) -> Row:
-    """Makes one run, or goes on with it, until it ends or the budget does."""
+    """Makes one run, or goes on with it where the stamp is that of its beginning, until it ends or the budget does."""
     cuda = setting.device == "cuda"
     torch.compiler.reset()
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    training = Training(CONTENDERS[name], setting)
+    training = Training(CONTENDERS[name], setting, {key: stamp[key] for key in common.SAME})
     path = checkpoints / f"{common.slug(name)}.pt" if checkpoints else None
     if path and training.load(path):
         console.print(f"{name}: goes on after step {len(training.losses)}")
@@ -353,8 +363,9 @@ def main(argv: list[str] | None = None) -> int:
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
     setting = Setting(**{**asdict(FULL), "steps": steps, "schedule": max(steps, STEPS)})
     device = torch.device("cuda", torch.cuda.current_device())
-    settings = {**asdict(setting), "python": common.stamp(device)["python"]}  # whose sources are the text
-    recorder = common.Recorder(NAME, common.stamp(device), settings, args.results, args.fresh)
+    stamp = common.stamp(device)
+    settings = {**asdict(setting), "python": stamp["python"]}  # whose sources are the text
+    recorder = common.Recorder(NAME, stamp, settings, args.results, args.fresh)
     budget = common.Budget(args.budget_s)
     corpus = data.load()
     for name in args.only:
@@ -362,7 +373,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"{name}: on record already.")
         elif budget.left > (_CHECKPOINT_S if args.checkpoints else _START_S):
             try:
-                recorder.add(run(name, setting, corpus, budget, args.checkpoints))
+                recorder.add(run(name, setting, corpus, budget, args.checkpoints, stamp))
             except Exception:  # torchao is not there, say: the others can run
                 recorder.failed = True
                 console.print(f"FAILED: {name}\n{traceback.format_exc()}", markup=False)
@@ -381,7 +392,8 @@ def smoke(only: Sequence[str]) -> int:
     """A few steps of a tiny decoder on CPU, without code generation; nothing is kept."""
     torch.set_num_threads(1)
     corpus = data.load(max_bytes=1 << 16)
-    rows = [run(name, _SMOKE, corpus, common.Budget(None), None) for name in only]
+    stamp = common.stamp(torch.device("cpu"))
+    rows = [run(name, _SMOKE, corpus, common.Budget(None), None, stamp) for name in only]
     console.print(common.SMOKE)
     for grid in grids({"rows": rows, "settings": asdict(_SMOKE)}):
         grid.print()

@@ -196,8 +196,8 @@ def test_a_generated_kernel_named_after_attention_is_no_attention():
 def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, one_thread, capsys):
     torch.set_num_threads(1)
     corpus = data.load(max_bytes=1 << 14)
-    setting = dataclasses.replace(train_1b._SMOKE, steps=3)
-    whole = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path / "unused")
+    setting, stamp = dataclasses.replace(train_1b._SMOKE, steps=3), common.stamp(CPU)
+    whole = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path / "unused", stamp)
     step = train_1b.Training.step
 
     def interrupted(self: Any, *batch: Any) -> None:
@@ -206,14 +206,31 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(tmp_path, monkeypa
         step(self, *batch)
 
     monkeypatch.setattr(train_1b.Training, "step", interrupted)
-    part = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path)
+    part = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path, stamp)
     assert (part["steps"], part["finished"]) == (2, False)
     assert [path.name for path in tmp_path.glob("*.pt")] == ["bf16.pt"]
     monkeypatch.setattr(train_1b.Training, "step", step)
-    rest = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path)
+    rest = train_1b.run("bf16", setting, corpus, common.Budget(None), tmp_path, stamp)
     assert "goes on after step 2" in capsys.readouterr().out
     assert rest["finished"] and rest["losses"] == whole["losses"]
     assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.parametrize("changed", ["code", "contender", "setting"])
+def test_a_checkpoint_of_something_else_is_not_gone_on_from(changed, tmp_path, one_thread, capsys):
+    torch.set_num_threads(1)
+    same, path = {"commit": "abc", "torch": "2.11.0"}, tmp_path / "run.pt"
+    contender, setting = train_1b.Contender("bf16"), train_1b._SMOKE
+    train_1b.Training(contender, setting, same).save(path)
+    assert train_1b.Training(contender, setting, same).load(path)
+    if changed == "code":
+        same = {**same, "commit": "def"}
+    elif changed == "contender":
+        contender = dataclasses.replace(contender, seed=1)
+    else:
+        setting = dataclasses.replace(setting, steps=5)
+    assert not train_1b.Training(contender, setting, same).load(path)
+    assert "run.pt is of other code or another setting" in capsys.readouterr().out
 
 
 def _runs() -> list[dict[str, Any]]:
@@ -416,7 +433,13 @@ def on_a_gpu(monkeypatch):
         failed = part.name == "ablations"
         if part.keeps:
             folder = Path(extra[extra.index("--results") + 1])
-            result = {"name": part.name, "complete": not failed, "stamp": stamp, "settings": {}, "rows": [{"ms": 1}]}
+            result = {
+                "name": part.name,
+                "complete": not failed,
+                "stamp": stamp,
+                "settings": {},
+                "rows": [{"ms": 1}],
+            }
             path = folder / f"{stamp['date'][:10]}-nvidia-h200-{part.name}.json"
             path.write_text(json.dumps({**result, "summary": {}}))
         outcome = "failed: x" if failed else "3 passed" if part.name == "tests" else "done"
