@@ -27,7 +27,7 @@ from f8fx.recipe import Recipe
 
 from . import ceilings, common, linear_sweep, variants
 from .common import Grid, Row, console, show
-from .fitting import Fitted, as_run, calibrated, is_measured, sweep_formula
+from .fitting import Fitted, as_asked, as_run, calibrated, is_measured, sweep_formula
 
 NAME = "calibrate"
 Result = dict[str, Any]
@@ -36,16 +36,22 @@ Result = dict[str, Any]
 # -- what is printed ------------------------------------------------------------------------------
 
 
-def compared(hw: Hardware, calibration: Calibration, rows: Sequence[Row], cuda: str | None) -> list[Row]:
+def compared(
+    hw: Hardware, calibration: Calibration, rows: Sequence[Row], cuda: str | None, asked: bool = False
+) -> list[Row]:
     """Predicted beside measured speedup of f8fx over bf16, everything converted, for every point of the sweep.
 
     Args:
-        cuda: version of it, to predict what ran; ``None`` predicts what the cost model is asked today.
+        cuda: the version of it that the sweep ran with.
+        asked: predict as the passes ask the cost model; else what ran, with the scales in the gemm where they were.
     """
     found = []
     for recipe in variants.RECIPES:
-        chosen = Recipe.named(recipe) if cuda is None else as_run(Recipe.named(recipe), hw, cuda)
-        formulas = [sweep_formula(hw, calibration, chosen, float8) for float8 in (False, True)]
+        chosen = Recipe.named(recipe) if asked else as_run(Recipe.named(recipe), hw, cuda)
+        rescales = as_asked(hw, cuda) if asked else True
+        formulas = [
+            sweep_formula(hw, calibration, chosen, float8, rescales=rescales) for float8 in (False, True)
+        ]
         for row in rows:
             if row["recipe"] == recipe and is_measured(row):
                 high, low = (float(formula((), row["m"], row["k"], row["n"])) for formula in formulas)
@@ -160,7 +166,7 @@ def report(results: Sequence[Result], hw: Hardware) -> None:
     cuda = results[0]["stamp"]["cuda"]
     start = own_calibration(hw)
     fitted = calibrated(hw, rows.get(ceilings.NAME, []), sweep, cuda)
-    before = compared(hw, start, sweep, None)
+    before = compared(hw, start, sweep, cuda, asked=True)
     after = compared(fitted.hardware, fitted.calibration, sweep, cuda)
     if before:
         points_grid(before, after).print()

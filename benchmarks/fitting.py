@@ -73,11 +73,20 @@ def _with_symbols(calibration: Calibration, constants: Sequence[str]) -> Calibra
 
 
 def sweep_formula(
-    hw: Hardware, calibration: Calibration, recipe: Recipe, float8: bool, constants: Sequence[str] = ()
+    hw: Hardware,
+    calibration: Calibration,
+    recipe: Recipe,
+    float8: bool,
+    constants: Sequence[str] = (),
+    rescales: bool | None = True,
 ) -> Formula:
-    """Seconds of a point of the sweep under a calibration some of whose constants are left open."""
+    """Seconds of a point of the sweep under a calibration some of whose constants are left open.
+
+    Args:
+        rescales: as in :class:`f8fx.cost.CostModel`.
+    """
     open_ = _with_symbols(calibration, constants)
-    layer = CostModel(hw, open_).expression(recipe, float8)
+    layer = CostModel(hw, open_, rescales).expression(recipe, float8)
     return _formula(around_seconds(hw, open_.memory_efficiency) + layer, constants)
 
 
@@ -185,6 +194,11 @@ def calibrated(
 def as_run(recipe: Recipe, hw: Hardware, cuda: str | None) -> Recipe:
     """The recipe as f8fx runs it on that hardware with that CUDA."""
     return in_gemm(recipe) if rowwise_scales_on(hw, cuda) != "torchao" else recipe
+
+
+def as_asked(hw: Hardware, cuda: str | None) -> bool | None:
+    """``rescales`` of the cost model that the passes ask on that hardware with that CUDA (:class:`f8fx.passes.Pipeline`)."""
+    return {"in_gemm": False, "by_size": None}.get(rowwise_scales_on(hw, cuda), True)
 
 
 def is_measured(row: Row) -> bool:

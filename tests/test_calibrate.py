@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import calibrate, ceilings, fitting, linear_sweep, variants
 from f8fx import hardware
 from f8fx.calibration import Calibration, own_calibration
-from f8fx.cost import CostModel
+from f8fx.cost import CostModel, K, M, N
+from f8fx.passes import Pipeline, rowwise_scales_on
+from f8fx.passes.select import Policy
 from f8fx.recipe import Recipe
 
 H200 = hardware.find("h200")
@@ -77,6 +80,26 @@ def test_the_sweeps_formula_is_the_cost_models_own():
         for f in (False, True)
     )
     assert high - low == pytest.approx(layer.high_seconds - layer.float8_seconds)
+
+
+@pytest.mark.parametrize(
+    "gpu, cuda, rescales", [("h100", "12.8", True), ("h100", "13.0", None), ("b200", "13.0", False)]
+)
+def test_predictions_of_the_model_as_it_is_are_what_the_passes_ask(gpu, cuda, rescales):
+    hw, recipe = hardware.find(gpu), Recipe.named("rowwise")
+    scales = rowwise_scales_on(hw, cuda)
+    select = Pipeline(recipe, Policy(), hw, rowwise_scales=lambda device: scales).select
+    model = select.model_of(torch.device("cuda"))
+    assert fitting.as_asked(hw, cuda) is model.rescales is rescales
+    sizes = {"m": 4096, "k": 2048, "n": 8192}
+    row = {**sizes, "recipe": "rowwise", "ms": {"bf16": 2.0, "f8fx": 1.0}, "timings": {}}
+    (point,) = calibrate.compared(hw, own_calibration(hw), [row], cuda, asked=True)
+    layer = model.layer(*sizes.values(), recipe)
+    formula = fitting.around_seconds(hw, model.calibration.memory_efficiency)
+    around = float(formula.subs(dict(zip((M, K, N), sizes.values(), strict=True))))
+    assert point["predicted"] == pytest.approx(
+        (around + layer.high_seconds) / (around + layer.float8_seconds)
+    )
 
 
 def test_constants_are_recovered():
