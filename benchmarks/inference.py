@@ -150,7 +150,8 @@ def measure(
             for name, s in built.items()
             if name.startswith("f8fx")
         },
-        "peak": {name: _peak(served) for name, served in built.items()} if x.is_cuda else {},
+        # a pool of CUDA graphs holds its memory from step to step
+        "peak": {n: _peak(served) for n, served in built.items() if x.is_cuda and not served.cuda_graphs},
         "errors": errors,
         "clocks": common.clocks(),
     }
@@ -168,7 +169,7 @@ def _peak(served: Served) -> int:
 
 
 def grids(result: dict[str, Any]) -> list[Grid]:
-    """Milliseconds and speedups; with CUDA graphs those of wall time, which they are for."""
+    """Milliseconds and speedups; with CUDA graphs those of wall time, which they are for, and no memory."""
     tables = []
     for graphs in (False, True):
         what = "wall_ms" if graphs else "ms"
@@ -181,21 +182,23 @@ def grids(result: dict[str, Any]) -> list[Grid]:
                     show(row[what][over] / row[what][name] if {name, over} <= set(row[what]) else None)
                     for name, over in (("torchao", "bf16"), ("f8fx", "bf16"), ("f8fx", "torchao"))
                 ),
-                show(row["peak"]["f8fx"] / 2**20 if "f8fx" in row["peak"] else None, ",.0f"),
+                *(() if graphs else (_peak_mib(row),)),
             )
             for row in rows
         )
         if cells:
             title = "wall time with CUDA graphs" if graphs else "device time without CUDA graphs"
-            headers = ("", *(f"{name} ms" for name in variants.NAMES), "torchao / bf16", "f8fx / bf16")
-            tables.append(
-                Grid(
-                    f"No gradients, weights cached: {title}",
-                    (*headers, "f8fx / torchao", "f8fx peak MiB"),
-                    cells,
-                )
+            headers = (
+                *("", *(f"{name} ms" for name in variants.NAMES)),
+                *("torchao / bf16", "f8fx / bf16", "f8fx / torchao"),
+                *(() if graphs else ("f8fx peak MiB",)),
             )
+            tables.append(Grid(f"No gradients, weights cached: {title}", headers, cells))
     return tables
+
+
+def _peak_mib(row: Row) -> str:
+    return show(row["peak"]["f8fx"] / 2**20 if "f8fx" in row["peak"] else None, ",.0f")
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:

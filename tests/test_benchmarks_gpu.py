@@ -26,6 +26,7 @@ from benchmarks import (
     timeline,
     timing,
     train_1b,
+    variants,
 )
 from benchmarks.codegen import Kernel, Lowered
 from f8fx.demo import data
@@ -80,6 +81,19 @@ def test_inference_on_one_tiny_shape(one_thread):
     assert set(row["errors"]) <= {"torchao"}  # which asks for a GPU
     assert row["converted"]["f8fx"] == [7, 7] and row["converted"]["f8fx_auto"] == [0, 7]
     assert row["sqnr_db"]["f8fx"] > 20
+
+
+def test_memory_of_a_step_is_told_only_where_it_is_not_a_pool_of_cuda_graphs():
+    times = dict.fromkeys(variants.NAMES, 1.0)
+    row = {"model": "llama3_8b", "recipe": "rowwise", "phase": "decode", "tokens": 16, "ms": times}
+    rows = [
+        {**row, "wall_ms": times, "cuda_graphs": graphs, "peak": {} if graphs else {"f8fx": 2**21}}
+        for graphs in (False, True)
+    ]
+    without, graphs = inference.grids({"rows": rows})
+    assert without.headers[-1] == "f8fx peak MiB" and without.rows[0][-1] == "2"
+    assert graphs.headers[-1] == "f8fx / torchao" and graphs.rows[0][-1] == "1.00"
+    assert len(graphs.rows[0]) == len(graphs.headers)
 
 
 # -- shapes and ceilings --------------------------------------------------------------------------
