@@ -108,7 +108,9 @@ def entries(
         if kind == "triton":
             kernel = generated.get((launch.phase, launch.name))
             return None if kernel is None else 1e6 * kernel.bytes / bandwidth
-        return 1e6 * 2 * launch.bytes / bandwidth if kind == "copy" else None
+        if kind == "copy":  # reads and writes; a fill only writes
+            return 1e6 * (1 if launch.is_fill else 2) * launch.bytes / bandwidth
+        return None
 
     groups: dict[tuple[str, str, str], list[Launch]] = {}
     for launch in found:

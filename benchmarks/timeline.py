@@ -59,6 +59,11 @@ class Launch:
     def is_float8(self) -> bool:
         return "_scaled_mm" in self.op
 
+    @property
+    def is_fill(self) -> bool:
+        """Whether it only writes, as memset does; the profiler names what is no kernel by what it does."""
+        return self.bytes > 0 and self.name.startswith("Memset")
+
 
 def launches(trace: Mapping[str, Any], phases: Sequence[str], on_cpu: bool = False) -> list[Launch]:
     """What ran on the device, in time's order.

@@ -194,6 +194,15 @@ def test_a_profile_against_its_floor():
     assert total["unknown_us"] == 5
 
 
+def test_a_fill_only_writes_what_a_copy_reads_and_writes():
+    ran = [
+        timeline.Launch(name, "forward", 0.0, 10.0, bytes=1_000_000)
+        for name in ("Memcpy DtoD (Device -> Device)", "Memset (Device)")
+    ]
+    found = kernel_times.entries(ran, [], lambda shape, float8: None, bandwidth=1e12)
+    assert {entry.name.split()[0]: entry.floor_us for entry in found} == {"Memcpy": 2, "Memset": 1}
+
+
 def test_a_generated_kernel_named_after_attention_is_no_attention():
     names = {
         "triton_poi_fused__scaled_dot_product_flash_attention_3": "triton",
