@@ -22,6 +22,6 @@
 =================  =====================================================================  ========
 
 Those that need a GPU, except ``gpu``, have ``--cpu-smoke``: tiny shapes on a CPU, to see that they run.
-Results are ``results/<date>-<device>-<name>.json``, stamped with the machine and the versions they
-were measured with. Numbers that were not measured do not go there.
+Results are ``results/<date>-<device>-<name>.json``, with ``-<commit>`` behind the name where another result of that day has the
+name already, stamped with the machine and the versions they were measured with. Numbers that were not measured do not go there.
 """

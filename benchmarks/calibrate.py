@@ -121,9 +121,7 @@ def latest(folder: Path, device: str | None = None) -> list[Path]:
     """The newest result of each benchmark that is read here; of one device, where its slug is given."""
     found = []
     for name in (ceilings.NAME, linear_sweep.NAME, "llama_block"):
-        paths = [
-            p for p in sorted(folder.glob(f"*-{name}.json")) if device is None or f"-{device}-" in p.name
-        ]
+        paths = [p for p in common.results_of(folder, name) if device is None or f"-{device}-" in p.name]
         found += paths[-1:]
     return found
 

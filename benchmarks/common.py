@@ -235,7 +235,10 @@ class Recorder:
                 file.write(json.dumps(row) + "\n")
 
     def finish(self, summary: Mapping[str, Any], complete: bool) -> tuple[dict[str, Any], Path | None]:
-        """The result, and the file it was written to. A complete one ends the partial file."""
+        """The result, and the file it was written to. A complete one ends the partial file.
+
+        What another commit measured that day, or the same one with more rows, is not overwritten: the name then ends in the commit.
+        """
         result = {
             "name": self.name,
             "complete": complete,
@@ -246,12 +249,35 @@ class Recorder:
         }
         if self.folder is None:
             return result, None
-        day = self.stamp["date"][:10]
+        day, code = self.stamp["date"][:10], self.stamp["commit"][:8]
         path = self.folder / f"{day}-{slug(self.stamp['device'])}-{self.name}.json"
+        if self._says_more(path, complete):
+            path = path.with_name(f"{path.stem}-{slug(code)}.json")
         path.write_text(json.dumps(result, indent=1) + "\n")
         if complete:
             self._partial.unlink(missing_ok=True)
         return result, path
+
+    def _says_more(self, path: Path, complete: bool) -> bool:
+        """Whether a file holds what this result does not: of other code, with other settings, or with more cases."""
+        try:
+            there = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return False  # none, or one that was cut off
+        head = {"same": {key: there["stamp"].get(key) for key in SAME}, "settings": there["settings"]}
+        if head != json.loads(json.dumps(self._head())):
+            return True
+        return len(there["rows"]) > len(self.rows) or (there["complete"] and not complete)
+
+
+def results_of(folder: Path, name: str) -> list[Path]:
+    """The files with results of a benchmark, the latest last."""
+    found = []
+    for path in folder.glob(f"*-{name}*.json"):
+        result = json.loads(path.read_text())
+        if result.get("name") == name:
+            found.append((result["stamp"]["date"], path))
+    return [path for _, path in sorted(found)]
 
 
 # -- command lines --------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def grids(result: dict[str, Any]) -> list[Grid]:
 def on_record(part: Part, folder: Path, stamp: Mapping[str, Any]) -> bool:
     """Whether an earlier run ended this part, with the same code, versions and device."""
     name = part.name if part.keeps else NAME
-    for path in sorted(folder.glob(f"*-{common.slug(stamp['device'])}-{name}.json")):
+    for path in common.results_of(folder, name):
         result = json.loads(path.read_text())
         if any(result["stamp"][key] != stamp[key] for key in common.SAME):
             continue

@@ -182,6 +182,7 @@ def gpu_results(folder: Path, device: str | None = None) -> list[Result]:
     """Results measured on a GPU, the latest last; of one device (its name's slug), where one is named."""
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     found = [r for r in results if r["stamp"]["device_type"] == "cuda"]
+    found.sort(key=lambda result: result["stamp"]["date"])
     return [r for r in found if device is None or common.slug(r["stamp"]["device"]) == device]
 
 

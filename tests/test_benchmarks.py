@@ -124,6 +124,26 @@ def test_rows_of_other_settings_or_another_commit_are_not_mixed(tmp_path):
     assert kept.read_text().splitlines()[1:] == ['{"m": 1}']
 
 
+def test_a_result_of_another_commit_or_with_more_rows_is_not_overwritten(tmp_path):
+    def finished(rows: int, complete: bool, commit: str = "0123456789", seq: int = 1) -> str:
+        recorder = _recorder(tmp_path, seq=seq)
+        recorder.stamp["commit"], recorder.rows = commit, [{"m": m} for m in range(rows)]
+        _, path = recorder.finish({}, complete)
+        assert path is not None and len(json.loads(path.read_text())["rows"]) == rows
+        return path.name.removeprefix("2026-01-02-nvidia-h200-")
+
+    assert finished(2, False) == "sweep.json"
+    assert finished(3, True) == "sweep.json"  # the same went on
+    assert finished(2, False) == "sweep-01234567.json"
+    assert finished(3, True, seq=2) == "sweep-01234567.json"
+    assert finished(3, False, commit="abcdefabcdef") == "sweep-abcdefab.json"
+    names = [
+        path.name.removeprefix("2026-01-02-nvidia-h200-") for path in common.results_of(tmp_path, "sweep")
+    ]
+    assert sorted(names) == ["sweep-01234567.json", "sweep-abcdefab.json", "sweep.json"]
+    assert common.results_of(tmp_path, "swee") == []
+
+
 def test_a_case_that_fails_is_told_of_and_the_others_are_measured(tmp_path, capsys):
     def measure(m: int) -> dict[str, int]:
         return {"inverse": 6 // m}

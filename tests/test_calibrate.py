@@ -130,7 +130,7 @@ def test_what_was_not_measured_stays_as_it_is():
 
 
 def _files(folder: Any) -> list[str]:
-    stamp = {"device": "NVIDIA H200", "cuda": CUDA}
+    stamp = {"device": "NVIDIA H200", "cuda": CUDA, "date": "2026-01-02T03:04:05+00:00"}
     paths = []
     for name, rows in ((ceilings.NAME, _ceilings()), (linear_sweep.NAME, _sweep())):
         path = folder / f"2026-01-02-nvidia-h200-{name}.json"
