@@ -201,8 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cpu_smoke:
         return smoke(args.only)
-    todo = cases(args.quick, args.only)
-    return running.run(args, NAME, todo, measure, summary, grids, {"seq": SEQ}, running.tell_all)
+    todo, every = cases(args.quick, args.only), cases(args.quick)
+    return running.run(args, NAME, todo, measure, summary, grids, {"seq": SEQ}, running.tell_all, every=every)
 
 
 def smoke(only: Collection[str]) -> int:

@@ -227,6 +227,10 @@ class Recorder:
         """Whether a row with these values has been measured."""
         return any(all(row.get(key) == value for key, value in case.items()) for row in self.rows)
 
+    def has_all(self, cases: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether all of these cases have been measured, by this run or the ones it goes on from."""
+        return all(self.has(**case) for case in cases)
+
     def add(self, row: Row) -> None:
         """Keeps a row."""
         self.rows.append(row)

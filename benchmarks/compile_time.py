@@ -327,7 +327,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each graph (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out the whole compiles")
     args = parser.parse_args(argv)
-    nodes = args.nodes or (QUICK_NODES if args.quick else NODES)
+    standard = QUICK_NODES if args.quick else NODES
+    nodes = args.nodes or standard
     device = torch.device("cpu")
     if torch.cuda.is_available():  # with its number, as graphs know it: else canaries run in measured time
         device = torch.device("cuda", torch.cuda.current_device())
@@ -341,8 +342,10 @@ def main(argv: list[str] | None = None) -> int:
         return measure_compile(**case, device=device)
 
     todo = [case for case in cases(nodes, args.quick) if not (args.no_compile and case["part"] == "compile")]
-    complete = common.run_cases(todo, recorder, common.Budget(args.budget_s), measure)
-    result, path = recorder.finish(summary(recorder.rows), complete)
+    common.run_cases(todo, recorder, common.Budget(args.budget_s), measure)
+    result, path = recorder.finish(
+        summary(recorder.rows), complete=recorder.has_all(cases(standard, args.quick))
+    )
     for grid in grids(result):
         grid.print()
     print_goals(result["summary"])

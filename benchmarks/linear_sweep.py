@@ -137,8 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cpu_smoke:
         return smoke()
-    todo = cases(args.sizes, args.quick)
-    return running.run(args, NAME, todo, measure, summary, grids, tell=print_verdicts)
+    todo, every = cases(args.sizes, args.quick), cases(SIZES, args.quick)
+    return running.run(args, NAME, todo, measure, summary, grids, tell=print_verdicts, every=every)
 
 
 def smoke() -> int:

@@ -22,6 +22,7 @@ def run(
     settings: Mapping[str, Any] | None = None,
     tell: Callable[[dict[str, Any]], None] = lambda summary: None,
     wrong: Callable[[list[Row]], bool] = lambda rows: False,
+    every: Sequence[Mapping[str, Any]] | None = None,
 ) -> int:
     """Measures the cases on the GPU that is there; the exit code: 1 if one could not be measured, or results are wrong.
 
@@ -33,6 +34,7 @@ def run(
         settings: as in :class:`benchmarks.common.Recorder`.
         tell: prints what a summary says, below the tables.
         wrong: whether what was measured did not compute what it should.
+        every: the cases of a complete result, where ``cases`` may be a choice of them.
     """
     if reason := common.why_no_gpu():
         console.print(reason)
@@ -41,7 +43,8 @@ def run(
         return common.compile_ahead(cases, args.ahead, measure)
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = common.Recorder(name, common.stamp(device), dict(settings or {}), args.results, args.fresh)
-    complete = common.run_cases(cases, recorder, common.Budget(args.budget_s), measure)
+    common.run_cases(cases, recorder, common.Budget(args.budget_s), measure)
+    complete = recorder.has_all(cases if every is None else every)
     result, path = recorder.finish(summary(recorder.rows), complete)
     for grid in grids(result):
         grid.print()

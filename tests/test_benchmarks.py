@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    ablations,
     comm,
     common,
     compile_time,
@@ -155,6 +156,44 @@ def test_a_case_that_fails_is_told_of_and_the_others_are_measured(tmp_path, caps
     assert "FAILED: {'m': 0}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "benchmark, some",
+    [
+        (ablations, ["--only", "merge"]),
+        (linear_sweep, ["--sizes", "1024"]),
+        (compile_time, ["--no-compile"]),
+        (compile_time, ["--nodes", "1000"]),
+    ],
+)
+def test_a_choice_of_the_cases_is_no_complete_result(benchmark, some, tmp_path, monkeypatch, capsys):
+    stamp = {**common.stamp(CPU), "device": "NVIDIA H200"}
+    monkeypatch.setattr(common, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(common, "stamp", lambda device: stamp)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    measured = []
+
+    def run_cases(cases: Any, recorder: Any, budget: Any, measure: Any) -> bool:
+        todo = [case for case in cases if not recorder.has(**case)]
+        measured.append(len(todo))
+        for case in todo:
+            recorder.add(dict(case))
+        return True
+
+    monkeypatch.setattr(common, "run_cases", run_cases)
+    monkeypatch.setattr(benchmark, "summary", lambda rows: {"goals": {}, "exponents_without_gc": {}})
+    monkeypatch.setattr(benchmark, "grids", lambda result: [])
+    monkeypatch.setattr(linear_sweep, "print_verdicts", lambda found: None)
+
+    def complete(*arguments: str) -> bool:
+        assert benchmark.main([*arguments, "--results", str(tmp_path)]) == 0
+        (path,) = tmp_path.glob("*.json")
+        return json.loads(path.read_text())["complete"]
+
+    assert not complete(*some)
+    assert complete()  # goes on from the choice
+    assert all(measured)
+
+
 def test_a_partial_file_cut_off_in_a_line_is_started_over(tmp_path):
     recorder = _recorder(tmp_path)
     recorder.add({"m": 1})
@@ -238,7 +277,7 @@ def test_compile_time_at_a_thousand_nodes(tmp_path, capsys):
     assert "Seconds of each pass" in capsys.readouterr().out
     (path,) = tmp_path.glob("*-compile_time.json")
     result = json.loads(path.read_text())
-    assert result["complete"]
+    assert len(result["rows"]) == 4 and not result["complete"]  # the whole compiles were left out
     for row in result["rows"]:
         assert 0.8 * row["nodes"] < row["nodes_in"] < 1.2 * row["nodes"]
         assert row["converted"] == row["matmuls"] > 0

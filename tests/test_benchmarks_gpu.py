@@ -515,6 +515,13 @@ def test_a_part_that_would_not_get_to_its_first_row_is_left_for_the_next_run(on_
     assert not gpu.on_record(gpu.PARTS[0], tmp_path, json.loads(path.read_text())["stamp"])
 
 
+def test_some_parts_are_not_everything(on_a_gpu, tmp_path):
+    gpu.main(["--results", str(tmp_path), "--only", "tests"])
+    (path,) = tmp_path.glob("*-nvidia-h200-gpu.json")
+    result = json.loads(path.read_text())
+    assert result["rows"][0]["outcome"] == "3 passed" and not result["complete"]
+
+
 def test_all_parts_fit_into_one_run():
     assert sum(part.share for part in gpu.PARTS) <= gpu.BUDGET_S
     assert all(part.least <= part.share for part in gpu.PARTS)
