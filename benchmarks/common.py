@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import gc
+import hashlib
 import json
 import os
 import platform
@@ -35,6 +37,7 @@ import f8fx
 from f8fx import canary
 from f8fx.doctor import version_of
 from f8fx.hardware import of_device
+from f8fx.sources import source_hash
 from f8fx.torch_private import inductor_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +82,15 @@ def commit() -> tuple[str, bool | None]:
         return git("rev-parse", "HEAD"), changed
     except (OSError, subprocess.SubprocessError):
         return "unknown", None
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of f8fx's and the benchmarks' own code, as it was at the start: what uncommitted changes are."""
+    digest = hashlib.sha256(source_hash().encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 _CLOCKS = {
@@ -140,6 +152,7 @@ def stamp(device: torch.device) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": code,
         "uncommitted_changes": changed,
+        "sources": sources(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "device_type": device.type,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -165,8 +178,8 @@ def stamp(device: torch.device) -> dict[str, Any]:
     return result
 
 
-#: Rows measured with equal values of these belong together.
-SAME = ("commit", "uncommitted_changes", "device", "driver", "torch", "triton", "torchao", "f8fx")
+#: Rows measured with equal values of these belong together. Older results lack ``sources``.
+SAME = ("commit", "uncommitted_changes", "sources", "device", "driver", "torch", "triton", "torchao", "f8fx")
 
 
 def slug(text: str) -> str:

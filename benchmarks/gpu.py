@@ -227,7 +227,7 @@ def on_record(part: Part, folder: Path, stamp: Mapping[str, Any]) -> bool:
     name = part.name if part.keeps else NAME
     for path in common.results_of(folder, name):
         result = json.loads(path.read_text())
-        if any(result["stamp"][key] != stamp[key] for key in common.SAME):
+        if any(result["stamp"].get(key) != stamp[key] for key in common.SAME):
             continue
         if part.keeps:
             done = result["complete"]

@@ -18,6 +18,7 @@ from benchmarks import (
     common,
     compile_time,
     experts,
+    gpu,
     graphs,
     linear_sweep,
     llama_block,
@@ -143,6 +144,26 @@ def test_a_result_of_another_commit_or_with_more_rows_is_not_overwritten(tmp_pat
     ]
     assert sorted(names) == ["sweep-01234567.json", "sweep-abcdefab.json", "sweep.json"]
     assert common.results_of(tmp_path, "swee") == []
+
+
+def test_rows_of_other_uncommitted_code_are_not_mixed(tmp_path):
+    recorder = _recorder(tmp_path)
+    recorder.add({"m": 1})
+    recorder.finish({}, complete=False)
+    changed = {**recorder.stamp, "sources": "y"}
+    assert common.Recorder("sweep", changed, {}, tmp_path).rows == []
+    assert common.stamp(CPU)["sources"] == common.sources()
+
+
+def test_a_result_that_does_not_say_its_sources_is_kept(tmp_path):
+    recorder = _recorder(tmp_path)
+    _, older = recorder.finish({}, complete=True)
+    text = json.loads(older.read_text())
+    del text["stamp"]["sources"]
+    older.write_text(json.dumps(text))
+    assert not gpu.on_record(gpu.Part("sweep", (), 1, 1), tmp_path, recorder.stamp)
+    _, path = _recorder(tmp_path).finish({}, complete=True)
+    assert path != older and gpu.on_record(gpu.Part("sweep", (), 1, 1), tmp_path, recorder.stamp)
 
 
 def test_a_case_that_fails_is_told_of_and_the_others_are_measured(tmp_path, capsys):
