@@ -287,7 +287,9 @@ def test_a_gap_and_the_spread_it_is_compared_with_are_of_the_same_steps():
         return {**_runs()[0], "run": name, "steps": steps, "losses": [5 + drift * i for i in range(steps)]}
 
     runs = [row("bf16", 0, 100), row("f8fx tensorwise", 1e-3, 100), row("bf16, other seed", 2e-3, 40)]
-    assert train_1b.summary(runs)["gap_over_spread"] == pytest.approx({"f8fx tensorwise": 0.5})
+    found = train_1b.summary(runs)
+    assert found["gap_over_spread"] == pytest.approx({"f8fx tensorwise": 0.5})
+    assert headline._gap("tensorwise")({"summary": found}) == "0.50 (40 steps)"
     runs[-1] = row("bf16, other seed", 2e-3, 0)
     assert train_1b.summary(runs)["gap_over_spread"] == {}
 
