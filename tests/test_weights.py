@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import f8fx
 from f8fx import recording
@@ -1084,3 +1085,34 @@ def test_functions_that_dynamo_traces_once_more():
         for t in (1.5, 2.1, 3.3):
             call(randn(16, 32, grad=False), t)
     assert [r.reused_weights for r in reports] == [1] * len(reports) and reports
+
+
+# -- what reads ``.data`` of a kept weight is no business of its tracer
+
+
+@pytest.fixture
+def layer():
+    """A layer whose weight is kept."""
+    linear = nn.Linear(32, 32, bias=False, dtype=bf16).requires_grad_(False)
+    warm(nn.Sequential(linear), x16())
+    return linear
+
+
+def test_data_is_traced_as_it_is_without(layer):
+    def f(x):
+        return x + layer.weight.data.sum()
+
+    x = x16()
+    for traced in (make_fx(f)(x), torch.jit.trace(f, x), make_fx(f, pre_dispatch=True)(x)):
+        assert torch.equal(traced(x), f(x))
+
+
+def test_data_is_read_in_function_transforms(layer):
+    def f(x):
+        return (x @ layer.weight.data.t()).float().sum()
+
+    x = x16()
+    want = torch.ones(16, 32, dtype=bf16) @ layer.weight
+    assert torch.allclose(torch.func.grad(f)(x), want, rtol=1e-2, atol=1e-2)
+    assert torch.func.vmap(torch.func.grad(f))(x).shape == x.shape
+    assert torch.func.jvp(f, (x,), (x,))[0] == f(x)

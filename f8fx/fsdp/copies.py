@@ -33,11 +33,12 @@ from f8fx.ranks.peers import Peers
 from f8fx.report import log
 from f8fx.torch_private import (
     backward_was_interrupted,
-    fsdp_parameter_of,
+    fsdp_parameters,
     gather_group,
     gather_outputs,
     in_backward,
     keep_padded_shard,
+    local_tensor,
     reshard_group,
     reshards_after_forward,
     saved_tensors_are_read,
@@ -104,10 +105,14 @@ class Copies:
     def _find(self) -> tuple[Any, Any]:
         """FSDP2's group and parameter, which hold the weight: not to be held by it. ``None`` twice if there are none."""
         if self._found is None:
-            group, parameter = fsdp_parameter_of(self._is_shard)
-            if group is None:
+            # all there are: each by itself would look through those of the others
+            for group, parameter in fsdp_parameters():
+                local: Any = local_tensor(sharded_parameter(parameter))
+                copies = getattr(getattr(local, "weight", None), "copies", None)
+                if isinstance(copies, Copies) and copies._found is None:
+                    copies._found = ref(group), ref(parameter)
+            if self._found is None:
                 return None, None
-            self._found = ref(group), ref(parameter)
         return self._found[0](), self._found[1]()
 
     @property
@@ -203,10 +208,6 @@ class Copies:
         if parameter is not None:
             keep_padded_shard(parameter, lambda local: storage_key(local.plain))
             self._stays = True
-
-    def _is_shard(self, local: Tensor) -> bool:
-        weight = getattr(local, "weight", None)
-        return getattr(weight, "copies", None) is self
 
     # -- what is read
 

@@ -23,11 +23,13 @@ from f8fx.recipe import Recipe
 from f8fx.report import log
 from f8fx.torch_private import (
     carry_grad_dtype,
+    fsdp_parameters,
     group_backend,
     key_local_tensors,
     local_part,
     local_tensor,
     pre_hooks,
+    sharded_parameter,
     storage_key,
 )
 
@@ -111,6 +113,8 @@ def enable_float8_all_gather(
     sharded = {
         id(param) for part in model.modules() if isinstance(part, FSDPModule) for param in part.parameters()
     }
+    # the part of a sharded model that a caller may name need not be sharded by itself
+    sharded |= {id(sharded_parameter(parameter)) for _, parameter in fsdp_parameters()}
     late = [candidate.fqn for candidate, _ in found if id(candidate.param) in sharded]
     if late:
         raise ValueError(

@@ -73,7 +73,7 @@ from .dynamo import (
 )
 from .fsdp import (
     backward_was_interrupted,
-    fsdp_parameter_of,
+    fsdp_parameters,
     gather_group,
     gather_outputs,
     keep_padded_shard,
@@ -126,6 +126,7 @@ from .tensors import (
     is_higher_order,
     is_of_torch,
     is_operator,
+    outside_of_tracers,
     saved_tensors_are_read,
     schema_of,
     size_hint,
@@ -179,7 +180,7 @@ __all__ = [
     "fake_tensor_mode",
     "flex_attention_with_gradients",
     "forget_traced_regions",
-    "fsdp_parameter_of",
+    "fsdp_parameters",
     "gather_group",
     "gather_outputs",
     "gives_views",
@@ -220,6 +221,7 @@ __all__ = [
     "modules_on_stack",
     "move_pre_hook_first",
     "opens_autocast",
+    "outside_of_tracers",
     "overwritten_inputs",
     "own_parameters",
     "patched_attribute",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ def _is_base_of_modules(mixin: type[Any]) -> bool:
     )
 
 
-def fsdp_parameter_of(is_local: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
-    """FSDP2's parameter that has such a local tensor, and its group; ``None`` twice if none has.
+def fsdp_parameters() -> Iterator[tuple[Any, Any]]:
+    """FSDP2's parameters in this process, each after its group.
 
     The states of all modules that there are, ``_composable_state._module_state_mapping``; their ``_fsdp_param_groups``
     (2.11: ``_fsdp_param_group``), their ``fsdp_params`` and ``sharded_param``.
@@ -55,9 +55,7 @@ def fsdp_parameter_of(is_local: Callable[[torch.Tensor], bool]) -> tuple[Any, An
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [state._fsdp_param_group] if groups is None else groups:
             for param in group.fsdp_params if group is not None else ():
-                if is_local(local_tensor(param.sharded_param)):
-                    return group, param
-    return None, None
+                yield group, param
 
 
 def sharded_parameter(parameter: Any) -> torch.Tensor | None:
@@ -80,8 +78,11 @@ def keep_padded_shard(parameter: Any, memory_of: Callable[[Any], Any]) -> None:
 
     def reset_unless_known() -> None:
         now = getattr(info.module, info.param_name)
-        is_known = memory_of(local_tensor(now)) == memory_of(parameter._sharded_param_data)
-        if now is not parameter.sharded_param or not is_known:
+        # another, which somebody has put there, need not be of the subclass
+        is_known = now is parameter.sharded_param and (
+            memory_of(local_tensor(now)) == memory_of(parameter._sharded_param_data)
+        )
+        if not is_known:
             reset()
 
     parameter.reset_sharded_param = reset_unless_known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +48,29 @@ def as_it_runs() -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), no_python_dispatcher():
+        yield
+
+
+@contextmanager
+def outside_of_tracers() -> Iterator[None]:
+    """A block in which operators run, and nobody is told: modes, function transforms or ``torch.jit.trace``.
+
+    ``_disable_current_modes``, ``temporarily_clear_interpreter_stack`` and ``torch._C._set_tracing_state``, each entered
+    only where there is something to leave: what is called for every read of a parameter is not to cost more.
+    """
+    with ExitStack() as stack:
+        if (state := torch._C._get_tracing_state()) is not None:
+            set_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+            set_state(None)
+            stack.callback(set_state, state)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            stack.enter_context(_disable_current_modes())
         yield
 
 

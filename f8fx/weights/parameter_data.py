@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from f8fx.torch_private import outside_of_tracers
+
 
 class Installation:
     """The property, while it stands on ``nn.Parameter``.
@@ -60,15 +62,19 @@ class Installation:
 
 def version_probe(tensor: Tensor) -> Tensor:
     """An empty tensor whose ``_version`` is that of ``tensor``, now and later; holds none of its memory."""
-    with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode count no versions
+    with (
+        outside_of_tracers(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # made in inference mode it would count none
         probe = tensor.detach()  # shares the counter
         probe.data = tensor.new_empty(0)  # keeps the counter, lets go of the memory
     return probe
 
 
 def with_version_of(probe: Tensor, tensor: Tensor) -> Tensor:
-    """An alias of ``tensor`` that counts its versions in ``probe``."""
-    with torch.inference_mode(False), torch.no_grad():
+    """An alias of ``tensor`` that counts its versions in ``probe``, made as ``.data`` makes it: a tracer sees no operator."""
+    with outside_of_tracers(), torch.inference_mode(False), torch.no_grad():
         alias = probe.detach()
         alias.data = tensor
     return alias
