@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -309,8 +310,31 @@ def test_four_ranks():
     )
 
 
+def a_padded_weight_that_is_replaced():
+    """By one that is no float8 weight; FSDP2 looks at it after a state dict is loaded."""
+    warnings.simplefilter("ignore")
+    model = nn.Sequential(nn.Linear(96, 64, bias=False), nn.Linear(64, 96, bias=False)).to(bf16)
+    enable_float8_all_gather(model)
+    fully_shard(model)
+    model(torch.ones(16, 96, dtype=bf16))
+    kept = model.state_dict()  # shares the memory of the padded shard
+    old = model[0].weight
+    plain = torch.zeros(old.to_local().shape, dtype=bf16)
+    new = DTensor.from_local(plain, old.device_mesh, old.placements, shape=old.shape, stride=old.stride())
+    model[0].weight = nn.Parameter(new)
+    model.load_state_dict({name: value.clone() for name, value in kept.items()})
+
+
 def test_three_ranks():
-    run_checks(3, [uneven, amaxes_before_the_first_forward, *with_long((), inference_alone)])
+    run_checks(
+        3,
+        [
+            uneven,
+            a_padded_weight_that_is_replaced,
+            amaxes_before_the_first_forward,
+            *with_long((), inference_alone),
+        ],
+    )
 
 
 def test_two_ranks():

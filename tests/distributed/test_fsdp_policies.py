@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import f8fx
@@ -413,21 +411,6 @@ def weights_are_found_in_one_search():
     assert len(searches) == 1, searches
 
 
-def a_padded_weight_that_is_replaced():
-    """By one that is no float8 weight; FSDP2 looks at it after a state dict is loaded."""
-    model = nn.Sequential(nn.Linear(64, 33, bias=False), nn.Linear(33, 64, bias=False)).to(bf16)
-    enable_float8_all_gather(model)
-    fully_shard(model)
-    warnings.simplefilter("ignore")
-    model.state_dict()  # shares the memory of the padded shard
-    old = model[0].weight
-    plain = torch.zeros(old.to_local().shape, dtype=bf16)
-    new = DTensor.from_local(plain, old.device_mesh, old.placements, shape=old.shape, stride=old.stride())
-    model[0].weight = nn.Parameter(new)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-
-
 def read_in_frames_that_dynamo_skips():
     """``torch.nn``'s own: what they call runs inside a compiled call, and was compiled, the weight's own code with it."""
     results = []
@@ -453,7 +436,6 @@ def test_two_ranks():
             enabled_after_fully_shard,
             enabled_on_a_part_after_fully_shard,
             weights_are_found_in_one_search,
-            a_padded_weight_that_is_replaced,
             resharding,
             mixed_precision,
             autocast,
