@@ -96,7 +96,7 @@ class Communication:
         """Collective, what, dtype, bytes on the wire as it is and with float8."""
         sides = [{(s.op, s.what, s.dtype): s.wire_bytes for s in side} for side in (self.high, self.float8)]
         keys = dict.fromkeys((*sides[0], *sides[1]))
-        order = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        order = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
         return [
             (*key, sides[0].get(key, 0), sides[1].get(key, 0))
             for key in sorted(keys, key=lambda key: (order.index(key[0]), key[1] == IN_GRAPH))

@@ -3,7 +3,7 @@
 
 **Bytes on the wire** are those of a ring of N ranks, of which each sends as much as it receives, for a tensor of B
 bytes: ``B (N - 1) / N`` for an all-gather (B: what comes out) and a reduce-scatter (B: what goes in), twice that for
-an all-reduce. **Seconds** are these bytes at line rate plus the hops' latency, one collective after the other: what the wire
+an all-reduce, and B for a broadcast (all but the last rank pass it on). **Seconds** are these bytes at line rate plus the hops' latency, one collective after the other: what the wire
 needs at least, of which overlap with computation hides a part. Predicted, not measured; NCCL leaves rings for other
 algorithms where latency counts.
 """
@@ -22,7 +22,7 @@ from torch import fx
 from .interconnect import Interconnect
 from .torch_private import is_collective, process_group, size_hint, tree_leaves
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
 #: What a collective carries that stands in a compiled graph: an activation or its gradient, or a weight that is
 #: gathered there.
@@ -34,6 +34,7 @@ _OPS: Mapping[str, Op] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
     # of several tensors that travel together
     "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
@@ -119,6 +120,8 @@ class Call:
         """Bytes that a rank sends, and receives, in a ring, if it hands in ``count``."""
         if self.op == "all_gather":
             return count * (self.ranks - 1)
+        if self.op == "broadcast":
+            return count
         return count * (self.ranks - 1) / self.ranks * (2 if self.op == "all_reduce" else 1)
 
     def seconds(self, interconnect: Interconnect) -> float:
@@ -170,7 +173,7 @@ def totals(calls: Iterable[Call]) -> tuple[Sent, ...]:
 
 
 def calls_of(graph: fx.Graph, backward: bool) -> list[Call]:
-    """The collectives that stand in a graph. Left out: broadcasts, and those of a group that this process does not know.
+    """The collectives that stand in a graph. Left out: those of a group that this process does not know.
 
     A size that is known when the graph runs only counts as 0.
     """

@@ -376,6 +376,7 @@ def test_what_tensor_parallelism_sends_is_counted():
 @pytest.mark.parametrize(
     ("how", "row"),
     [
+        (lambda c, x, w: c.broadcast(x, 0, w), ("broadcast", 2 * 64 * 64)),
         (
             lambda c, x, w: c.all_gather_into_tensor_coalesced([x, x], w)[0],
             ("all_gather", 2 * 2 * 64 * 64 * 3),
@@ -389,7 +390,7 @@ def test_what_tensor_parallelism_sends_is_counted():
             ("all_reduce", 2 * 2 * 64 * 64 * 2 * 3 // 4),
         ),
     ],
-    ids=["all_gather", "reduce_scatter", "all_reduce"],
+    ids=["broadcast", "all_gather", "reduce_scatter", "all_reduce"],
 )
 def test_collectives_of_several_tensors_are_counted(how, row: tuple[str, int]):
     """Of four ranks."""

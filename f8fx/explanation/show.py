@@ -217,7 +217,7 @@ def wire_note(c: Communication) -> str:
         text += "The table of matmuls is of the model before it is sharded: weights that arrive in float8 are not cast again, and their layers not merged. "
     text += (
         "What a rank sends, and receives, by the ring "
-        "formula: (N - 1) / N of a gathered or scattered tensor, twice that of a reduced one."
+        "formula: (N - 1) / N of a gathered or scattered tensor, twice that of a reduced one, all of a broadcast one."
     )
     if c.interconnect:
         text += f" Time at line rate of {c.interconnect} nodes of 8, nothing overlapped."
