@@ -102,6 +102,11 @@ class Copies:
 
     # -- where FSDP2 holds it
 
+    def held_by(self, group: Any, parameter: Any) -> None:
+        """Notes the group and the parameter of FSDP2, unless it is noted."""
+        if self._found is None:
+            self._found = ref(group), ref(parameter)
+
     def _find(self) -> tuple[Any, Any]:
         """FSDP2's group and parameter, which hold the weight: not to be held by it. ``None`` twice if there are none."""
         if self._found is None:
@@ -109,8 +114,8 @@ class Copies:
             for group, parameter in fsdp_parameters():
                 local: Any = local_tensor(sharded_parameter(parameter))
                 copies = getattr(getattr(local, "weight", None), "copies", None)
-                if isinstance(copies, Copies) and copies._found is None:
-                    copies._found = ref(group), ref(parameter)
+                if isinstance(copies, Copies):
+                    copies.held_by(group, parameter)
             if self._found is None:
                 return None, None
         return self._found[0](), self._found[1]()
