@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,13 +51,24 @@ def as_it_runs() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def outside_of_tracers() -> Iterator[None]:
+def outside_of_tracers() -> AbstractContextManager[None]:
     """A block in which operators run, and nobody is told: modes, function transforms or ``torch.jit.trace``.
 
-    ``_disable_current_modes``, ``temporarily_clear_interpreter_stack`` and ``torch._C._set_tracing_state``, each entered
-    only where there is something to leave: what is called for every read of a parameter is not to cost more.
+    Where there is nothing to leave it costs next to nothing: it is entered for every read of a parameter's ``data``.
     """
+    modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    if modes or transforms or torch._C._get_tracing_state() is not None:
+        return _tracers_left()
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _tracers_left() -> Iterator[None]:
+    """``_disable_current_modes``, ``temporarily_clear_interpreter_stack`` and ``torch._C._set_tracing_state``, where due."""
     with ExitStack() as stack:
         if (state := torch._C._get_tracing_state()) is not None:
             set_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
