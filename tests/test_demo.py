@@ -24,7 +24,7 @@ from f8fx.demo.model import (
     rotate,
     rotation,
 )
-from f8fx.demo.train import Plan, Run, train
+from f8fx.demo.train import Plan, Run, train, without_onednn
 
 TINY = PRESETS["tiny"]
 
@@ -291,3 +291,10 @@ def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sum(matmuls["skipped"].values()) == 3
     # Measured 0.003 to 0.005 over four seeds and three recipes, at losses of 5.5 to 4.6.
     assert results["largest_difference"]["value"] < 0.02
+
+
+def test_float8_runswithout_onednn_where_that_is_slow():
+    was = torch.backends.mkldnn.enabled
+    with without_onednn():
+        assert not torch.backends.mkldnn.enabled
+    assert torch.backends.mkldnn.enabled == was

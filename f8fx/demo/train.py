@@ -14,9 +14,10 @@ import math
 import statistics
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from f8fx.demo import data
 from f8fx.demo.distributed import Gathered, Ranks, launched, local_device
 from f8fx.demo.model import Decoder, DecoderConfig
 from f8fx.hardware import Hardware, of_device
+from f8fx.torch_private import multiplies_float8_slowly
 
 #: Bytes of parameter, gradient and AdamW state per parameter, plus its bf16 copy under autocast.
 _BYTES_PER_PARAMETER = 18
@@ -191,6 +193,17 @@ def learning_rate_factor(step: int, steps: int, warm_up: float = 0.1) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """A block in which PyTorch multiplies on the CPU without oneDNN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # it sets other flags along with this one, and says of them what nobody asked
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
 def compare(
     plan: Plan, corpus: data.Corpus, progress: Progress, ranks: Ranks | None = None
 ) -> tuple[Run, Run]:
@@ -237,7 +250,8 @@ def compare(
         "filter_fqns": list(KEPT),
         "executor": plan.executor,
     }
-    with recording() as reports:
+    slow = plan.device.type == "cpu" and multiplies_float8_slowly()
+    with recording() as reports, without_onednn() if slow else nullcontext():
         float8 = run("float8", f8fx_backend, tasks[1], options=options)
     reasons: Counter[str] = Counter()
     for report in reports:

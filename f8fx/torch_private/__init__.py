@@ -36,7 +36,7 @@ from .aot import (
     min_cut_partition,
     overwritten_inputs,
 )
-from .devices import busy_wait, is_present
+from .devices import busy_wait, is_present, multiplies_float8_slowly
 from .distributed import (
     assert_on_device,
     c10d,
@@ -220,6 +220,7 @@ __all__ = [
     "min_cut_partition",
     "modules_on_stack",
     "move_pre_hook_first",
+    "multiplies_float8_slowly",
     "opens_autocast",
     "outside_of_tracers",
     "overwritten_inputs",
