@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.progress import Progress
 
 from f8fx.cli import main
 from f8fx.demo import data, show
@@ -24,7 +25,8 @@ from f8fx.demo.model import (
     rotate,
     rotation,
 )
-from f8fx.demo.train import Plan, Run, train, without_onednn
+from f8fx.demo.plan import Plan
+from f8fx.demo.train import Run, compare, train
 
 TINY = PRESETS["tiny"]
 
@@ -293,8 +295,19 @@ def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert results["largest_difference"]["value"] < 0.02
 
 
-def test_float8_runswithout_onednn_where_that_is_slow():
+@pytest.mark.parametrize("slow", [False, True])
+def test_float8_runs_without_onednn_where_that_is_slow(
+    slow: bool, corpus: data.Corpus, monkeypatch: pytest.MonkeyPatch
+):
     was = torch.backends.mkldnn.enabled
-    with without_onednn():
-        assert not torch.backends.mkldnn.enabled
+    seen = []
+
+    def trained(name: str, *args: object) -> Run:
+        seen.append((name, torch.backends.mkldnn.enabled))
+        return Run(name, (1.0,), (1.0,), 1)
+
+    monkeypatch.setattr("f8fx.demo.cpu.multiplies_float8_slowly", lambda: slow)
+    monkeypatch.setattr("f8fx.demo.train.train", trained)
+    compare(_plan(1), corpus, Progress(disable=True))
+    assert seen == [("bf16", was), ("float8", was and not slow)]
     assert torch.backends.mkldnn.enabled == was

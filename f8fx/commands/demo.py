@@ -61,16 +61,16 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, on this machine, and returns the exit code."""
-    from f8fx.demo import distributed, train
+    from f8fx.demo import distributed, plan, train
     from f8fx.doctor import cpp_compiler
 
     try:
-        device = train.pick_device(args.device)
+        device = plan.pick_device(args.device)
         if args.nproc is not None:
             distributed.local_device(args, device)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if device.type == "cpu" and train.executor_for(args, device) == "inductor" and cpp_compiler() is None:
+    if device.type == "cpu" and plan.executor_for(args, device) == "inductor" and cpp_compiler() is None:
         raise UsageError(
             "Inductor needs a C++ compiler to compile for CPU and found none; install g++ or clang++, "
             "set CXX, or pass --executor eager"

@@ -25,7 +25,7 @@ from f8fx.demo.model import Decoder
 if TYPE_CHECKING:  # the demo on one rank runs where torch is built without torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
 
-    from f8fx.demo.train import Plan
+    from f8fx.demo.plan import Plan
 
 #: Parameters are gathered in the first, gradients reduced in the second.
 PARAM_DTYPE, REDUCE_DTYPE = torch.bfloat16, torch.float32

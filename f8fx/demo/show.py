@@ -15,7 +15,8 @@ from rich.table import Table
 from f8fx.demo.data import Corpus
 
 if TYPE_CHECKING:
-    from f8fx.demo.train import Plan, Run
+    from f8fx.demo.plan import Plan
+    from f8fx.demo.train import Run
 
 _BF16, _FLOAT8, _INK, _GRID = "#3b6fb6", "#e07b1a", "#333333", "#e4e4e4"
 
