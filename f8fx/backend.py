@@ -98,7 +98,8 @@ def compile_graph(
         options, config = ahead.settled(options, config)
     compile_fx = compile_fx or compile_fx_module().compile_fx
     if options.executor == "inductor":
-        config = {**canary.ensure(devices_of(example_inputs), compile_fx), **config}
+        # last: what was found to be wrong is not asked for, not even by the user
+        config = {**config, **canary.ensure(devices_of(example_inputs), compile_fx)}
     compile_fx = partial(compile_fx, **arguments)
     graph_pass = _graph_pass(gm, example_inputs, options, config)
     peers.compare(example_inputs, options)

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 
 import f8fx
 from f8fx import canary, canary_cases, lowerings, ops
+from f8fx.backend import compile_graph
 from f8fx.kernel_forms import FORMS, VERDICTS, Verdict, form, key
 from f8fx.kernels import cast, computed_amaxes
+from f8fx.options import Options
 from tests.helpers import bf16, compiled, randn
 
 CPU = torch.device("cpu")
@@ -113,6 +115,19 @@ def test_kernels_of_ours_that_are_wrong_are_replaced(op):
     (failure,) = verdict.failures
     assert failure.startswith("one read in its form 'fused'") and "differs from its definition" in failure
     assert key([CPU]) == (("cpu", ("one read", "composed")),)
+
+
+def test_an_option_of_the_users_brings_no_wrong_kernel_back(monkeypatch):
+    monkeypatch.setattr(canary, "ensure", lambda *args: {"triton.mix_order_reduction": False})
+    asked = {}
+
+    def compile_fx(graph, inputs, config_patches):
+        asked.update(config_patches)
+        return graph
+
+    options = Options.parse({"inductor": {"triton.mix_order_reduction": True, "shape_padding": False}})
+    compile_graph(torch.fx.symbolic_trace(torch.nn.ReLU()), [torch.zeros(2)], options, compile_fx)
+    assert asked["triton.mix_order_reduction"] is False and asked["shape_padding"] is False
 
 
 def test_float32_is_checked_on_gpus_only(monkeypatch):
