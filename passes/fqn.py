@@ -7,6 +7,7 @@ whose ``forward`` was running, as Python source (``L['self'].layers[0].attn``). 
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 
@@ -28,7 +29,8 @@ _BOUND = re.compile(r"^.*\.__self__(?=[.\[]|$)")
 _GETTER = re.compile(r"__dict__\)?\[['\"]\w+['\"]\]\.fget\b")
 #: A child reached through ``_modules``, and, in modules with a ``__getattr__`` of their own, ``__dict__``.
 _MODULES = re.compile(r"\.(?:__dict__\['_modules'\]|_modules)(?=\[)")
-_INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+#: A number, or a key as ``repr`` writes it, whatever is in it.
+_INDEX = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]'"]+)\]""")
 _GETATTR = re.compile(r"getattr\(([^(),]*(?:\([^()]*\))?[^(),]*), '([^']+)'\)")
 #: Wrappers that add a level to the path but none to the name a user knows.
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
@@ -43,8 +45,12 @@ def clean(path: str) -> str:
     path = _BOUND.sub("", path)
     path = _ROOT.sub("", path)
     path = _MODULES.sub("", path)
-    path = _INDEX.sub(r".\1", path)
+    path = _INDEX.sub(lambda found: f".{_key(found[1])}", path)
     return without_wrappers(path)
+
+
+def _key(source: str) -> str:
+    return str(ast.literal_eval(source)) if source[0] in "'\"" else source
 
 
 def without_wrappers(name: str) -> str:
