@@ -29,7 +29,7 @@ from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
 from .records import store_json
 from .report import GraphReport, log
 from .sources import source_hash
-from .torch_private import group_backends, inductor_cache_dir, place_in_mesh, size_hint
+from .torch_private import CustomGraphPass, group_backends, inductor_cache_dir, place_in_mesh, size_hint
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,13 @@ class CacheKey:
     def extended(self, decided: Any) -> CacheKey:
         """The key of the same graph compiled with something more decided, told apart by its ``repr``."""
         return CacheKey(self.uuid and _digest([self.uuid, decided]), self.graph)
+
+    def after(self, passes: Sequence[Any]) -> CacheKey:
+        """The key of a graph that a user's passes see first; not cacheable if one of them says not what it does."""
+        if not passes:
+            return self
+        names = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in passes]
+        return CacheKey(None, self.graph) if None in names else self.extended(names)
 
     @staticmethod
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:

@@ -92,8 +92,5 @@ class GraphPass(CustomGraphPass):
         self.reports, self.met_again, self.confirmed = [], [], []
 
     def uuid(self) -> Any:
-        """Key for Inductor's caches; ``None``, no caching, if any part has none."""
-        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.before]
-        if self.key.uuid is None or any(other is None for other in others):
-            return None
-        return (self.key.uuid, *map(str, others))
+        """Key for Inductor's caches; ``None``: no caching."""
+        return self.key.uuid

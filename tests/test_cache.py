@@ -16,10 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import f8fx
 import f8fx.hardware
+from f8fx.backend import _graph_pass
 from f8fx.cache import CacheKey, has_report, load_report, store_report
 from f8fx.passes import Pipeline
 from f8fx.records import store_json
 from f8fx.report import GraphReport
+from f8fx.torch_private import CustomGraphPass
 from tests.helpers import bf16, randn
 from tests.processes import printed_by
 
@@ -263,6 +265,29 @@ OTHERS = {
     "executor": "eager",
     "inductor": {"max_autotune": True},
 }
+
+
+def test_a_users_own_passes_are_in_the_key_of_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("f8fx.cache.inductor_cache_dir", lambda: str(tmp_path))
+
+    class Own(CustomGraphPass):
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, graph):
+            pass
+
+        def uuid(self):
+            return self.name
+
+    def key(*passes):
+        gm, options = fx.symbolic_trace(nn.Linear(16, 16)), f8fx.options.Options.parse({})
+        return _graph_pass(gm, [torch.zeros(2, 16)], options, {"joint_custom_pre_pass": [*passes]}).key
+
+    store_report(key(Own("a")), [GraphReport("tensorwise")])
+    assert has_report(key(Own("a")))
+    assert not has_report(key(Own("b"))) and not has_report(key(Own("a"), Own("b"))) and not has_report(key())
+    assert key(Own("a"), Own(None)).uuid is None and key(lambda graph: None).uuid is None
 
 
 def test_every_option_that_decides_is_in_the_key():
