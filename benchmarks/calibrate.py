@@ -161,7 +161,8 @@ def report(results: Sequence[Result], hw: Hardware) -> None:
     """Prints everything."""
     rows: dict[str, list[Row]] = {result["name"]: result["rows"] for result in results}
     sweep = rows.get(linear_sweep.NAME, [])
-    cuda = results[0]["stamp"]["cuda"]
+    stamps = {result["name"]: result["stamp"] for result in results}
+    cuda = (stamps.get(linear_sweep.NAME) or results[0]["stamp"])["cuda"]
     start = own_calibration(hw)
     fitted = calibrated(hw, rows.get(ceilings.NAME, []), sweep, cuda)
     before = compared(hw, start, sweep, cuda, asked=True)

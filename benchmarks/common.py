@@ -254,7 +254,7 @@ class Recorder:
     def finish(self, summary: Mapping[str, Any], complete: bool) -> tuple[dict[str, Any], Path | None]:
         """The result, and the file it was written to. A complete one ends the partial file.
 
-        What another commit measured that day, or the same one with more rows, is not overwritten: the name then ends in the commit.
+        What another commit measured that day, or the same one with more rows, is not overwritten: the name then ends in the commit, and a number.
         """
         result = {
             "name": self.name,
@@ -268,8 +268,12 @@ class Recorder:
             return result, None
         day, code = self.stamp["date"][:10], self.stamp["commit"][:8]
         path = self.folder / f"{day}-{slug(self.stamp['device'])}-{self.name}.json"
-        if self._says_more(path, complete):
-            path = path.with_name(f"{path.stem}-{slug(code)}.json")
+        name, number = path.stem, 1
+        while self._says_more(path, complete):
+            path = path.with_name(
+                "-".join((name, slug(code), *([str(number)] if number > 1 else []))) + ".json"
+            )
+            number += 1
         path.write_text(json.dumps(result, indent=1) + "\n")
         if complete:
             self._partial.unlink(missing_ok=True)

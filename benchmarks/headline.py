@@ -110,6 +110,8 @@ def _served(phase: str, tokens: int, over: str) -> Callable[[Result], str | None
 def _gap(recipe: str) -> Callable[[Result], str | None]:
     def value(result: Result) -> str | None:
         name = f"f8fx {recipe}"
+        if name in result["summary"].get("diverged", ()):
+            return "diverged"
         found = result["summary"]["gap_over_spread"].get(name)
         if found is None:
             return None

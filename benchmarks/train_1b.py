@@ -263,13 +263,17 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
 
 
 def gap(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """The largest difference of two loss curves, smoothed, after the first tenth of the steps they share."""
+    """The largest difference of two loss curves, smoothed, after the first tenth of the steps they share.
+
+    ``None`` where there is none, as of a curve that is not finite.
+    """
     steps = min(len(left), len(right))
     window = max(1, steps // _WINDOW_SHARE)
     differences = [
         abs(a - b) for a, b in zip(smooth(left[:steps], window), smooth(right[:steps], window), strict=True)
     ]
-    return max(differences[steps // 10 :], default=None)
+    compared = differences[steps // 10 :]
+    return max(compared) if compared and all(map(math.isfinite, compared)) else None
 
 
 def gap_over_spread(
@@ -305,8 +309,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     if spread is not None:
         seeds = (reference["losses"], runs[OTHER_SEED]["losses"])
         ratios = {name: gap_over_spread(runs[name]["losses"], *seeds) for name in gaps}
-    return {
+    found = {
         "steps": {name: row["steps"] for name, row in runs.items()},
+        "diverged": [name for name, row in runs.items() if not all(map(math.isfinite, row["losses"]))],
         "gap_to_bf16": gaps,
         "spread_of_seeds": spread,
         "gap_over_spread": {name: ratio for name, ratio in ratios.items() if ratio is not None},
@@ -315,8 +320,8 @@ def summary(rows: list[Row]) -> dict[str, Any]:
             for name, row in runs.items()
             if row["tokens_per_second"] and reference["tokens_per_second"]
         },
-        "finite": all(math.isfinite(loss) for row in runs.values() for loss in row["losses"]),
     }
+    return {**found, "finite": not found["diverged"]}
 
 
 def grids(result: dict[str, Any]) -> list[Grid]:
@@ -330,7 +335,9 @@ def grids(result: dict[str, Any]) -> list[Grid]:
                 name,
                 f"{row['steps']} of {result['settings']['steps']}",
                 show(statistics.fmean(last) if last else None, ".4f"),
-                show(
+                "diverged"
+                if name in found.get("diverged", ())
+                else show(
                     found["spread_of_seeds"] if name == OTHER_SEED else found["gap_to_bf16"].get(name), ".4f"
                 ),
                 show(found["gap_over_spread"].get(name)),

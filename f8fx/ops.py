@@ -65,8 +65,9 @@ _SCHEMAS = (
     "grouped_mm(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor offsets, *, "
     "ScalarType dtype) -> Tensor",
 )
+_TAGS = {"rounded": (torch.Tag.pointwise,)}
 for _schema in _SCHEMAS:
-    _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag, *_TAGS.get(_schema.partition("(")[0], ())))
 
 
 def _amax(x: Tensor, dim: int | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from .torch_private import modules_on_stack
 
@@ -36,7 +37,8 @@ def _renamed(path: str, names: dict[str, str]) -> str:
 def _name_of(module: nn.Module) -> str | None:
     """Its name in the module whose ``forward`` is running, if any.
 
-    Not that of one of several in a list: Dynamo runs the graph of one for others too.
+    Dynamo runs the graph of one module for others that are equal but for their weights. So one of a list has none, and one of
+    several side by side has the names of all: ``policy|value``.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -44,6 +46,17 @@ def _name_of(module: nn.Module) -> str | None:
         if isinstance(owner, nn.Module) and not isinstance(owner, fx.GraphModule):
             name = next((name for name, inner in owner.named_modules() if inner is module), None)
             if name:
-                return None if any(part.isdigit() for part in name.split(".")) else name
+                if any(part.isdigit() for part in name.split(".")):
+                    return None
+                parent = name.rpartition(".")[0]
+                siblings = owner.get_submodule(parent).named_children()
+                alike = "|".join(each for each, inner in siblings if _form(inner) == _form(module))
+                return f"{parent}.{alike}" if parent else alike
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _form(module: nn.Module) -> tuple[object, ...]:
+    """Different for modules whose graphs Dynamo keeps apart."""
+    shapes = ((name, None if is_lazy(each) else each.shape) for name, each in module.named_parameters())
+    return type(module), *shapes

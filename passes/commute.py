@@ -127,8 +127,10 @@ def _decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move
     quantized = [reader for reader in gathered.readers if reader.node.target is not ops.amax]
     others = ", ".join(sorted({_name(node) for node in gathered.others}))
     if gathered.shard.meta["val"].dtype not in FLOATS:
-        already = gathered.shard.meta["val"].dtype.itemsize == 1
-        raise _Refused("already float8" if already else "no floating-point tensor")
+        dtype = gathered.shard.meta["val"].dtype
+        if dtype.is_floating_point:
+            raise _Refused("already float8" if dtype.itemsize == 1 else "not bf16, fp16 or fp32")
+        raise _Refused("no floating-point tensor")
     if not quantized:
         raise _Refused("no float8 matmul reads it", others)
     if others:
@@ -150,6 +152,8 @@ def _decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move
     for reader in gathered.readers:
         if reader.node.target is ops.amax and reader.node not in amaxes:
             raise _Refused("an amax of it is no scale of its copy", reader.node.name)
+    if gathered.group_size == 1:
+        raise _Refused("would save no bytes", "one rank has all of it")
     before, after = _bytes(gathered, list(copies.values()), backward)
     if after >= before and len(copies) > 1:
         raise _Refused("its readers need different float8 copies", _difference(list(copies.values())))

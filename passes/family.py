@@ -21,7 +21,7 @@ from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
 from .lifetimes import Members, copied_out
-from .operand import is_gathered, shape_of
+from .operand import is_gathered, is_same, shape_of
 from .sums import Sum, sum_of
 
 aten = torch.ops.aten
@@ -339,12 +339,11 @@ def _are_plain(grad_weights: Sequence[Gemm], source: fx.Node) -> bool:
 
 def _differentiates(grad: Gemm, output: Gemm) -> bool:
     """Whether a matmul is ``dy @ w`` for the weight of an ``output``."""
-    return (
-        grad.node.target is aten.mm.default
-        and grad.left.kind == "grad_output"
-        and not grad.left.transposed
-        and grad.right.node is output.right.node
-    )
+    weight = grad.right.node is output.right.node
+    # a square one can be multiplied the other way round, in a backward that is written by hand
+    turned = grad.right.transposed == output.right.transposed and is_same(output.k, output.n)
+    is_plain = grad.node.target is aten.mm.default and not grad.left.transposed
+    return is_plain and grad.left.kind == "grad_output" and weight and not turned
 
 
 def _can_wait(members: Sequence[Gemm]) -> bool:

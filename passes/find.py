@@ -41,7 +41,7 @@ from .choice import EMPTY
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
-from .layers import Layers
+from .layers import Layers, distributed
 from .left import (
     BATCHED,
     BATCHED_GRADIENT,
@@ -164,6 +164,7 @@ class _Walk:
                     self._backward_gemm(node)
                 else:
                     self._forward_gemm(node)
+        self.found.gemms = distributed(self.found.gemms)
         return self.found
 
     def _why_left(self, node: fx.Node) -> str:

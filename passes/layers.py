@@ -2,14 +2,15 @@
 
 A matmul of the backward shares one operand with the forward matmul it differentiates, the weight or the input, and
 contracts other dimensions of the same three sizes. Where several forward matmuls fit, as of tied weights, AOTAutograd's
-sequence numbers tell, else names.
+sequence numbers tell, else names. The gradients of functions that are differentiated by hand have other numbers: there
+:func:`distributed` tells those of weights apart by the gradient they read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -19,6 +20,7 @@ from f8fx.torch_private import size_hint, statically_true
 from . import fqn
 from .gemm import Gemm, Size
 from .matmuls import sizes_of
+from .operand import is_same
 
 _Reader = tuple[Gemm, OperandKind]
 
@@ -72,3 +74,36 @@ class Layers:
         if known is None:
             self._unknown.append(size)
         return str(size if known is None else known)
+
+
+def distributed(gemms: Sequence[Gemm]) -> list[Gemm]:
+    """The matmuls; of several ``grad_weight`` of one layer each goes to the layer whose ``grad_input`` reads the same gradient."""
+    mine: dict[fx.Node, list[Gemm]] = defaultdict(list)
+    layers_of: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    for gemm in gemms:
+        if gemm.role == "grad_weight":
+            mine[gemm.layer].append(gemm)
+        elif gemm.role == "grad_input":
+            layers_of[_gradient_of(gemm)].add(gemm.layer)
+    outputs = {gemm.node: gemm for gemm in gemms if gemm.role == "output"}
+    moved: dict[fx.Node, Gemm] = {}
+    for node, of_one in mine.items():
+        if len(of_one) < 2 or node not in outputs:
+            continue
+        free = {node, *(other for other in outputs if other not in mine)}
+        for gemm in of_one:
+            readers = layers_of[_gradient_of(gemm)] & free
+            alike = [outputs[other] for other in readers if _is_alike(outputs[other], outputs[node])]
+            if len(alike) == 1:
+                moved[gemm.node] = replace(gemm, layer=alike[0].node, fqn=alike[0].fqn or gemm.fqn)
+    return [moved.get(gemm.node, gemm) for gemm in gemms]
+
+
+def _gradient_of(gemm: Gemm) -> fx.Node:
+    return gemm.left.node if gemm.left.kind == "grad_output" else gemm.right.node
+
+
+def _is_alike(one: Gemm, other: Gemm) -> bool:
+    """Whether two layers read the same input and have the same sizes, so that only gradients tell theirs apart."""
+    same = zip((one.m, one.k, one.n), (other.m, other.k, other.n), strict=True)
+    return one.left.node is other.left.node and all(is_same(a, b) for a, b in same)

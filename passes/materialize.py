@@ -38,7 +38,7 @@ from .fqn import of_node
 from .in_memory import is_in_memory
 from .operand import CASTS, MOVEMENTS, SAME_ORDER, base_of, is_pointwise, readers
 from .residual import is_residual_sum
-from .rewrite import Inserter, Provenance
+from .rewrite import Provenance, insert_behind
 
 aten = torch.ops.aten
 
@@ -93,12 +93,13 @@ class Materialize:
 
 
 def _mark(graph: fx.Graph, node: fx.Node, role: str, **options: bool) -> None:
-    insert = Inserter(graph, node.next, Provenance(node.name, of_node(node), role, "materialize", True))
-    written = insert(ops.materialize, node, **options)
-    # of the tensor it is, not of what comes next; and a size that first appears in a node's result is not defined again by its copy
-    own = {key: written.meta[key] for key in ("val", "f8fx")}
-    written.meta = {key: node.meta[key] for key in node.meta if key != "unbacked_bindings"} | own
-    node.replace_all_uses_with(written, lambda user: user is not written)
+    insert_behind(
+        graph,
+        node,
+        ops.materialize,
+        Provenance(node.name, of_node(node), role, "materialize", True),
+        **options,
+    )
 
 
 def _is_cast_in_other_rows(node: fx.Node) -> bool:

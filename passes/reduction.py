@@ -8,7 +8,7 @@ first result is needed are done together, as one vector. For weights that is all
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,26 @@ def insert_reduction(insert: Inserter, amax: fx.Node, group: Any) -> Reduction:
 
 
 def combine(graph: fx.Graph, reductions: Sequence[Reduction]) -> None:
-    """Reductions of one group whose inputs are ready together become one, in place."""
+    """Reductions of one group whose inputs are ready together become one, in place.
+
+    Of weights that are sharded over two dimensions of a mesh the reductions over one group read those over the other. So groups
+    follow each other.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    groups: dict[Any, list[Reduction]] = defaultdict(list)
+    for reduction in sorted(reductions, key=lambda r: order[r.nodes[0]]):
+        groups[reduction.group].append(reduction)
+    for of_group in groups.values():
+        _combine(graph, of_group)
+
+
+def _combine(graph: fx.Graph, reductions: Sequence[Reduction]) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
     backward = backward_nodes(graph)
-    buckets: dict[Hashable, list[list[Reduction]]] = defaultdict(list)
+    buckets: dict[bool, list[list[Reduction]]] = defaultdict(list)
     for reduction in sorted(reductions, key=lambda r: order[r.nodes[0]]):
         # a tangent is an input of the joint graph, but is not there before the forward has run
-        mine = buckets[reduction.group, reduction.amax in backward]
+        mine = buckets[reduction.amax in backward]
         # the last bucket only: ranks must agree on the order of collectives, and this keeps it
         if mine and _hoistable(reduction.amax, mine[-1][0].nodes[0], order):
             mine[-1].append(reduction)

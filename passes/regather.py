@@ -24,12 +24,10 @@ from .in_memory import is_in_memory
 from .operand import CASTS, shape_of
 from .reduction import Reduction, insert_reduction
 from .rewrite import MARKS, Inserter
+from .rounding import COMPUTED_AS_FLOAT32
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-#: Inductor computes on these as float32, and rounds what it writes to memory.
-_COMPUTED_AS_FLOAT32 = (torch.bfloat16, torch.float16)
 
 
 class Rewrite:
@@ -310,7 +308,7 @@ def _made(into: Any) -> list[fx.Node]:
 
 def _rounded(insert: Inserter, source: fx.Node) -> fx.Node:
     """The shard as it would have been sent: the kernel that makes it and casts it must round it in between."""
-    if source.meta["val"].dtype not in _COMPUTED_AS_FLOAT32 or _was_rounded(source):
+    if source.meta["val"].dtype not in COMPUTED_AS_FLOAT32 or _was_rounded(source):
         return source
     return insert(ops.rounded, source)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from f8fx import ops
+
 from .experts import GROUPED_MM
 from .matmuls import FLOAT8_MATMULS
 from .operand import CASTS, SAME_ORDER, is_elementwise
@@ -19,6 +21,7 @@ _AFTER_MATMUL = SAME_ORDER | {
     aten.slice.Tensor,
     aten.clone.default,
     torch.ops.prims.convert_element_type.default,
+    ops.rounded,
 }
 
 

@@ -93,6 +93,18 @@ class Inserter:
         return self(torch.ops.aten.sym_size.int, node, dim)
 
 
+def insert_behind(
+    graph: fx.Graph, node: fx.Node, target: Callable[..., Any], provenance: Provenance, **kwargs: Any
+) -> fx.Node:
+    """Lets all that read a node read ``target(node, **kwargs)``, which has its elements and its metadata, but for fake value and provenance."""
+    behind = Inserter(graph, node.next, provenance)(target, node, **kwargs)
+    # a size that first appears in a node's result is not defined again by its copy
+    own = {key: behind.meta[key] for key in ("val", "f8fx")}
+    behind.meta = {key: node.meta[key] for key in node.meta if key != "unbacked_bindings"} | own
+    node.replace_all_uses_with(behind, lambda user: user is not behind)
+    return behind
+
+
 def take_over(old: fx.Node, new: fx.Node) -> None:
     """All that read a node read another with the same elements, and its views are views of that.
 

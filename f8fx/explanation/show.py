@@ -66,7 +66,7 @@ class Group:
 
 def pattern_of(fqn: str) -> str:
     """The name with ``*`` for each number: equal for the same module of all layers."""
-    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
 
 
 def grouped(rows: Iterable[Row], expand: bool = False) -> list[Group]:
@@ -85,6 +85,7 @@ def grouped(rows: Iterable[Row], expand: bool = False) -> list[Group]:
             row.n,
             row.converted,
             row.reason,
+            row.detail if row.reason == "filtered" else "",  # by which filter
             row.merge,
             f"{row.speedup or 0:.2f}",
         )

@@ -19,14 +19,17 @@ aten = torch.ops.aten
 
 
 def as_on_target(gm: fx.GraphModule) -> None:
-    """Replaces in Dynamo's graph what would be traced otherwise on a CPU than on a GPU."""
-    for node in gm.graph.nodes:
-        if node.target is F.scaled_dot_product_attention:
-            node.target = _attention
-        elif opens_autocast(node) and node.args[0] == "cuda":
-            dtype = node.args[1] if len(node.args) > 1 else None
-            node.args = ("cpu", dtype or torch.get_autocast_dtype("cuda"), *node.args[2:])
-    gm.recompile()
+    """Replaces in Dynamo's graph, and in its bodies, what would be traced otherwise on a CPU than on a GPU."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                node.target = _attention
+            elif opens_autocast(node) and node.args[0] == "cuda":
+                dtype = node.args[1] if len(node.args) > 1 else None
+                node.args = ("cpu", dtype or torch.get_autocast_dtype("cuda"), *node.args[2:])
+        module.recompile()
 
 
 def _attention(

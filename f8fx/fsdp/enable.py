@@ -29,6 +29,7 @@ from f8fx.torch_private import (
     local_part,
     local_tensor,
     pre_hooks,
+    replace_local_tensor,
     sharded_parameter,
     storage_key,
 )
@@ -224,7 +225,10 @@ class _SavePlain:
         if isinstance(value, DTensor):
             local.weight.copies.stays_in_memory(local)
         plain = _counted(local, held(module, self.name)).detach()
-        state_dict[key] = dtensor_like(value, plain) if isinstance(value, DTensor) else plain
+        if isinstance(value, DTensor):  # which counts what a compiled function writes to it
+            replace_local_tensor(value, plain)
+        else:
+            state_dict[key] = plain
 
 
 def _counted(local: Float8Shard, param: Tensor) -> Tensor:

@@ -163,6 +163,7 @@ class Scales:
             )
         if weight.reduced is None or weight.mesh is None or ranks(weight.mesh) != ranks(mesh):
             self._reduce([(weight, shard, mesh)])
+            self.outdated |= capturing()
         weight.mesh = mesh
         return problem
 
@@ -202,7 +203,7 @@ class Scales:
             by_group[ranks(job[2])].append(job)
         for group_jobs in by_group.values():
             self._reduce(group_jobs)
-        self.outdated = False
+        self.outdated = capturing()  # then nothing has run yet
 
     def _warn_of_lost(self, weight: WeightScales) -> None:
         if weight not in self.lost and any(weight.holders()):

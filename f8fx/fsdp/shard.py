@@ -167,7 +167,9 @@ class Float8Shard(torch.Tensor):
 
     def version(self) -> tuple[Any, ...]:
         """Differs from an earlier one if an operator may have changed the elements since."""
-        return self.changes[0], version_counter(self.plain), storage_key(self.plain)
+        # a compiled function writes to the inside, and AOTAutograd counts that on the outside
+        counters = version_counter(self), version_counter(self.plain)
+        return self.changes[0], *counters, storage_key(self.plain)
 
     def check_device(self) -> None:
         """Raises where ``tensor.data = ...`` has moved the outside and left the inside."""

@@ -207,5 +207,12 @@ def mark_stock_wrappers(mark: Callable[[], Any]) -> Callable[[], None]:
 def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
     """The module or function inside ``torch.compile(...)``: ``_orig_mod``, ``_torchdynamo_orig_callable``."""
     for attribute in ("_orig_mod", "_torchdynamo_orig_callable"):
-        model = getattr(model, attribute, model)
+        inner = getattr(model, attribute, model)
+        if (
+            inner is not model
+            and isinstance(model, types.MethodType)
+            and not isinstance(inner, types.MethodType)
+        ):
+            inner = types.MethodType(inner, model.__self__)  # a method that was decorated
+        model = inner
     return model

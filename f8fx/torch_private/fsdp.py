@@ -14,6 +14,11 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def replace_local_tensor(tensor: Any, local: torch.Tensor) -> None:
+    """Gives a DTensor another local tensor of the same layout; what shares its version counter still does (``_local_tensor``)."""
+    tensor._local_tensor = local
+
+
 def local_part(value: Any) -> Any:
     """:func:`local_tensor` of a DTensor, anything else itself."""
     return getattr(value, "_local_tensor", value)

@@ -64,10 +64,10 @@ class Copies:
         Args:
             stream: the current one; it waits for the casts if another one runs them.
         """
+        if capturing():
+            # into a CUDA graph: the casts run at every replay, when nobody looks at states, into memory that is the graph's
+            return Copies(self.dim, in_place=False).made_anew(parameters, formats)
         state = self._state(parameters, watches)
-        # a cast captured into a CUDA graph runs at every replay, when nobody looks at states
-        if state is not None and capturing():
-            state = None
         if state is not None and state == self.state:
             asked, tensors = self.served.get(id(formats), _NOTHING)
             if asked is formats:
@@ -129,7 +129,7 @@ class Copies:
         old = self.tensors.get(form) if self.in_place else None
         if old is not None and old.shape == new.shape and old.device == new.device:
             # a sign of change is no change: autograd minds writes, also those of the same bits
-            same = self.trains and not capturing() and _same_bits(old, new)
+            same = self.trains and not old.is_meta and _same_bits(old, new)
             new = old if same else old.copy_(new)
         self.tensors[form] = new
         self.fresh.add(form)

@@ -790,6 +790,15 @@ wait_tensor_3: e4m3[128,64] = _c10d_functional.wait_tensor(all_gather_into_tenso
 """,
         )
 
+    def test_weights_that_are_sharded_over_two_dimensions_are_reduced_at_once_over_each(self):
+        first, second = (dist.new_group([0, 1, 2, 3]).group_name for _ in range(2))
+
+        def f(x, a, b, c):
+            return tuple(x @ gather(gather(w, first), second).t() for w in (a, b, c))
+
+        text = assert_moves(f, (16, 64), (8, 64), (8, 64), (8, 64))
+        assert [text.count(f"max, {group})") for group in (first, second)] == [1, 1]
+
     def test_reductions_of_two_groups_stay_two(self):
         other = dist.new_group([0, 1, 2, 3]).group_name
 
@@ -1285,7 +1294,19 @@ def test_stays_when_what_is_gathered_is_no_float_or_float8_already():
         return gather(x.to(dtype))
 
     assert_stays_by_hand(("already float8", ""), lambda x: f(x, torch.float8_e4m3fn), (16, 64))
-    assert_stays_by_hand(("no floating-point tensor", ""), lambda x: f(x, torch.int64), (16, 64))
+    for dtype in (torch.int64, torch.int8, torch.uint8, torch.bool):
+        assert_stays_by_hand(("no floating-point tensor", ""), lambda x, dtype=dtype: f(x, dtype), (16, 64))
+    assert_stays_by_hand(("not bf16, fp16 or fp32", ""), lambda x: f(x, torch.float64), (16, 64))
+
+
+def test_stays_when_one_rank_has_all_of_it():
+    alone = dist.new_group([1]).group_name
+    assert_stays_by_hand(
+        ("would save no bytes", "one rank has all of it"),
+        lambda x, w: x @ gather(w, alone, 1).t(),
+        (16, 64),
+        (32, 64),
+    )
 
 
 def test_stays_when_a_scale_is_for_all_of_it():

@@ -419,6 +419,10 @@ class Linear(torch.autograd.Function):
             return grad @ w, torch.addmm(w, grad.t(), x), None
         if ctx.how == "two gradients":
             return grad @ w, (2 * grad).t() @ x, None
+        if ctx.how == "plain":
+            return grad @ w, grad.t() @ x, None
+        if ctx.how == "turned":
+            return grad @ w.t(), grad.t() @ x, None
         assert ctx.how == "two grad_inputs"
         return grad @ w + (2 * grad) @ w, grad.t() @ x, None
 
@@ -439,6 +443,24 @@ def test_a_backward_of_another_form(how, reason):
         return Linear.apply(x, a, how).sin()[:, :32] * Linear.apply(x, b, how)
 
     unmerged(reason, f, randn(M, K), *weights(64, 32))  # sizes tell which layer a gradient is of
+
+
+def test_equal_layers_with_backwards_by_hand():
+    """Their gradients have no number of a forward: which is of which layer is told by the gradient they read."""
+
+    def f(x, a, b):
+        return Linear.apply(x, a, "plain").sin() * Linear.apply(x, b, "plain")
+
+    found, count = report(f, randn(M, K), *weights(K, K))
+    assert [(each.merged, each.reason) for each in found.merges] == [(True, "merged")] and count == 3
+
+
+@pytest.mark.parametrize("first", [F.linear, lambda x, w: Linear.apply(x, w, "turned")])
+def test_a_gradient_by_a_square_weight_the_other_way_round(first):
+    def f(x, a, b):
+        return first(x, a).sin() * Linear.apply(x, b, "turned")
+
+    unmerged("grad_input is no plain matmul with the same weight", f, randn(M, K), *weights(K, K))
 
 
 def test_weights_that_are_multiplied_as_they_lie():

@@ -1,0 +1,166 @@
+"""What is compared with elements that were chosen from it keeps the digits it had in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+
+import f8fx
+from tests.helpers import compiled, graph_after, randn
+
+M, K, N = 48, 64, 32
+
+
+def weights(*rows, k):
+    return [randn(n, k, seed=seed + 1) for seed, n in enumerate(rows)]
+
+
+def rounded(f, *args, **options):
+    """The lines of a rewritten graph that round."""
+    lines = graph_after(f, *args, **options).splitlines()
+    return [line.partition(" = ")[2] for line in lines if "f8fx.rounded" in line]
+
+
+def normalised(h):
+    return h / h.abs().amax(-1, keepdim=True)
+
+
+class TestGraph(TestCase):
+    def test_a_result_with_a_bias(self):
+        def f(x, w, b):
+            h = F.linear(x, w, b)
+            return torch.where(h >= h.amax(-1, keepdim=True), h, 0)
+
+        with torch.no_grad():
+            text = graph_after(f, randn(M, K), *weights(N, k=K), randn(N))
+        self.assertExpectedInline(
+            text[text.index("scaled_mm") :],
+            """\
+scaled_mm: bf16[48,32] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+add: bf16[48,32] = add(scaled_mm, arg2_1)
+rounded: bf16[48,32] = f8fx.rounded(add)
+amax_2: bf16[48,1] = amax(rounded, [-1], True)
+ge: torch.bool[48,32] = ge(rounded, amax_2)
+scalar_tensor: bf16[] = scalar_tensor(0, dtype=bf16, layout=torch.strided, device=cpu)
+where: bf16[48,32] = where(ge, rounded, scalar_tensor)
+return [where]""",
+        )
+
+    def test_an_operand(self):
+        def f(x, w):
+            h = torch.tanh(x)
+            return F.linear(h, w) + normalised(h)[:, :N]
+
+        with torch.no_grad():
+            text = graph_after(f, randn(M, K), *weights(N, k=K))
+        self.assertExpectedInline(
+            text,
+            """\
+arg0_1: bf16[48,64]
+arg1_1: bf16[32,64]
+tanh: bf16[48,64] = tanh(arg0_1)
+rounded: bf16[48,64] = f8fx.rounded(tanh)
+amax: f32[] = f8fx.amax(rounded, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[48,64] = f8fx.quantize(rounded, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+amax_1: f32[] = f8fx.amax(arg1_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e4m3, power_of_2=False)
+quantize_1: e4m3[32,64] = f8fx.quantize(arg1_1, scale_1, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+permute: e4m3[64,32] = permute(quantize_1, [1, 0])
+scaled_mm: bf16[48,32] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
+abs: bf16[48,64] = abs(rounded)
+amax_2: bf16[48,1] = amax(abs, [-1], True)
+div: bf16[48,64] = div(rounded, amax_2)
+slice: bf16[48,32] = slice(div, 1, 0, 32)
+add: bf16[48,32] = add(scaled_mm, slice)
+return [add]""",
+        )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("merge", ["auto", "never"])
+def test_merged_layers_with_biases(recipe, merge):
+    def f(x, a, b, bias, other):
+        return normalised(F.linear(x, a, bias)) * F.linear(x, b, other)
+
+    with torch.no_grad():
+        found = rounded(
+            f, randn(M, K), *weights(N, N, k=K), randn(N), randn(N, seed=1), recipe=recipe, merge=merge
+        )
+    assert len(found) == 1  # the one that is compared
+
+
+@pytest.mark.parametrize("bias", ["torchao", "in_gemm"])
+def test_scales_behind_the_gemm(bias):
+    def f(x, w):
+        return normalised(F.linear(x, w))
+
+    rowwise = f8fx.Recipe.named("rowwise")
+    exact = replace(rowwise, output=replace(rowwise.output, use_fast_accum=False))
+    options = {"recipe": exact, "rowwise_scales": "torchao", "bias": bias}
+    assert len(rounded(f, randn(M, K), *weights(N, k=K), **options)) == 1
+
+
+def test_gradients():
+    """In the backward a maximum is compared with what it was taken of."""
+
+    def f(x, w, b):
+        return F.linear(x, w, b).amax(-1)
+
+    assert len(rounded(f, randn(M, K), *weights(N, k=K), randn(N))) == 1
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        torch.relu,
+        F.gelu,
+        lambda h: h.clamp(-1, 1),
+        lambda h: h * (h > 0.5),
+        lambda h: F.layer_norm(h, (N,)),
+        lambda h: h.masked_fill(torch.ones(M, N).tril() == 0, 0.0),
+    ],
+)
+def test_what_is_compared_with_a_number_is_not_rounded(after):
+    assert not rounded(lambda x, w, b: after(F.linear(x, w, b)), randn(M, K), *weights(N, k=K), randn(N))
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda h: h * (h - h.amax(-1, keepdim=True) == 0),
+        lambda h: torch.sign(h - h.amax(-1, keepdim=True)) * h,
+        lambda h: h * (h >= h.topk(3).values[:, -1:]),
+        lambda h: h * (h > h.gather(-1, torch.zeros(M, 1, dtype=torch.int64))),
+        lambda h: torch.linalg.vector_norm(h, float("inf"), -1),
+        lambda h: (h - h.amin()).sqrt(),
+        lambda h: h.softmax(-1),
+        lambda h: h * torch.isin(h, h[0]),
+    ],
+)
+def test_every_way_to_tell_two_elements_apart(after):
+    assert rounded(lambda x, w, b: after(F.linear(x, w, b)), randn(M, K), *weights(N, k=K), randn(N))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_as_inductor_runs_it(recipe):
+    """A bias, an operand and both gradients: NaN, and no element that is the largest, without rounding."""
+
+    def f(x, w, b, v):
+        h = F.linear(x, w, b)
+        g = F.gelu(h)
+        y = F.linear(g, v) + normalised(g) + normalised(h)
+        return y, h >= h.amax(-1, keepdim=True), g >= g.amax(-1, keepdim=True)
+
+    args = randn(M, K), *weights(N, k=K), randn(N), *weights(N, k=N)
+    y, of_h, of_g = compiled(f, recipe=recipe, executor="inductor")(*args)
+    y.sum().backward()
+    assert of_h.any(-1).all() and of_g.any(-1).all()
+    assert all(arg.grad.isfinite().all() for arg in args)
