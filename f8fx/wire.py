@@ -34,6 +34,7 @@ _OPS: Mapping[str, Op] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
     # of several tensors that travel together
     "all_gather_into_tensor_coalesced": "all_gather",

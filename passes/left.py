@@ -26,6 +26,7 @@ _VECTOR = "matrix times vector"
 _FUSED = "inside a fused operator"
 _FLOAT8 = "already float8"
 _INTEGER = "integer matmul"
+_SPARSE = "sparse matmul"
 _RESULT = "matmul with a result of another dtype"
 
 #: Operators that no pass converts.
@@ -50,6 +51,18 @@ LEFT: dict[Any, str] = {
     aten._native_multi_head_attention.default: _FUSED,
     aten.mkldnn_rnn_layer.default: _FUSED,
 }
+#: Those that not every torch has.
+_SOME_HAVE: dict[str, str] = {
+    "_weight_int4pack_mm_for_cpu": _INTEGER,
+    "_weight_int4pack_mm_with_scales_and_zeros": _INTEGER,
+    "_dyn_quant_matmul_4bit": _INTEGER,
+    "_sparse_semi_structured_mm": _SPARSE,
+    "_sparse_semi_structured_linear": _SPARSE,
+    "_sparse_semi_structured_addmm": _SPARSE,
+    "_cslt_sparse_mm": _SPARSE,
+    "_cudnn_rnn": _FUSED,
+}
+LEFT |= {getattr(aten, name).default: reason for name, reason in _SOME_HAVE.items() if hasattr(aten, name)}
 #: Where the left operand is, ``[..., m, k]``: the first argument but of these.
 LEFT_OPERAND: dict[Any, int] = {
     aten.baddbmm.default: 1,

@@ -137,12 +137,19 @@ def test_a_result_of_another_commit_or_with_more_rows_is_not_overwritten(tmp_pat
     assert finished(2, False) == "sweep.json"
     assert finished(3, True) == "sweep.json"  # the same went on
     assert finished(2, False) == "sweep-01234567.json"
-    assert finished(3, True, seq=2) == "sweep-01234567.json"
+    assert finished(3, True, seq=2) == "sweep-01234567-2.json"
     assert finished(3, False, commit="abcdefabcdef") == "sweep-abcdefab.json"
+    assert finished(2, False, commit="abcdefabcdef") == "sweep-abcdefab-2.json"
     names = [
         path.name.removeprefix("2026-01-02-nvidia-h200-") for path in common.results_of(tmp_path, "sweep")
     ]
-    assert sorted(names) == ["sweep-01234567.json", "sweep-abcdefab.json", "sweep.json"]
+    assert sorted(names) == [
+        "sweep-01234567-2.json",
+        "sweep-01234567.json",
+        "sweep-abcdefab-2.json",
+        "sweep-abcdefab.json",
+        "sweep.json",
+    ]
     assert common.results_of(tmp_path, "swee") == []
 
 

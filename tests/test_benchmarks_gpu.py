@@ -280,6 +280,18 @@ def test_gaps_are_given_in_multiples_of_what_another_seed_makes():
     assert found["steps"]["f8fx rowwise"] == 60 and found["speedup"]["f8fx tensorwise"] == 1.3
 
 
+def test_a_run_that_diverged_has_no_gap():
+    runs = _runs()
+    runs[1]["losses"][60:] = [float("nan")] * 40
+    found = train_1b.summary(runs)
+    assert found["diverged"] == ["f8fx tensorwise"] and not found["finite"]
+    assert found["gap_to_bf16"]["f8fx tensorwise"] is None
+    assert list(found["gap_over_spread"]) == ["f8fx rowwise"]
+    assert headline._gap("tensorwise")({"summary": found}) == "diverged"
+    (grid,) = train_1b.grids({"rows": runs, "settings": {"steps": 100}})
+    assert grid.rows[1][3] == "diverged"
+
+
 def test_a_gap_and_the_spread_it_is_compared_with_are_of_the_same_steps():
     """Runs drift apart, so the spread of a run that was cut off is smaller than that of all steps."""
 

@@ -239,6 +239,29 @@ def test_modules_that_wait_for_the_break_keep_their_names():
     assert {row.fqn for row in rows if row.reason == "filtered"} == {"heads.lm_head"}
 
 
+class Policy(nn.Module):
+    """One graph serves both heads: they are equal, and wait on Python's stack for the same break."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.policy, self.value = Breaking(), nn.Sequential(linear()), nn.Sequential(linear())
+        self.other = nn.Sequential(linear(32, 64))
+
+    def run(self, head, x):
+        return head(self.backbone(x))
+
+    def forward(self, x):
+        return self.run(self.policy, x), self.run(self.value, x)
+
+
+@pytest.mark.parametrize("name", ["policy", "value"])
+def test_a_graph_of_two_modules_has_the_names_of_both(name):
+    with recording() as reports, torch.no_grad():
+        compiled(Policy(), fullgraph=False, filter_fqns=[name])(randn(16, 32, grad=False))
+    (found,) = {(d.fqn, d.reason) for r in reports for d in r.decisions if d.fqn not in ("a", "backbone.a")}
+    assert found == ("policy|value.0", "filtered")
+
+
 def test_compiler_reset_recompiles():
     model = linear()
     f8 = compiled(model)

@@ -176,6 +176,30 @@ def test_autocast_for_cuda_is_explained_on_a_machine_without():
     assert e.rows[0].converted, e.rows[0]
 
 
+def test_checkpointed_regions_are_traced_as_on_the_target():
+    """Autocast for CUDA inside of one, and attention with dropout, which a CPU decomposes."""
+
+    def cast(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return x @ weight
+
+    def attend(x: Tensor, weight: Tensor) -> Tensor:
+        heads = (x @ weight).view(2, 64, 4, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+
+    weight = torch.empty(64, 64, requires_grad=True)
+    for function, x in ((cast, torch.empty(128, 64)), (attend, torch.empty(2, 64, 64))):
+        if function is attend:
+            x, weight = x.bfloat16(), weight.detach().bfloat16().requires_grad_()
+        plain = f8fx.explain(function, x, weight, select="all")
+        inside = f8fx.explain(
+            lambda *args, function=function: checkpoint(function, *args, use_reentrant=False),
+            *(x, weight),
+            select="all",
+        )
+        assert plain.converted == plain.total == inside.converted == inside.total > 0
+
+
 # -- numbers --------------------------------------------------------------------------------------
 
 
@@ -506,6 +530,47 @@ class Counting(nn.Module):
         return self.linear(x) + self.table.rows
 
 
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.last = nn.Linear(64, 64), nn.BatchNorm1d(64), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        return self.bn(self.a(x))
+
+    @torch.compile
+    def step(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+def test_functions_that_a_module_holds_are_copied_with_it():
+    """Its own forward, compiled in place; a hook that closes over the model."""
+
+    def hooked(model: Remembering) -> Remembering:
+        model.a.register_forward_hook(lambda module, args, result: setattr(model, "last", result))
+        return model
+
+    def replaced(model: Remembering) -> Remembering:
+        model.forward = torch.compile(model.forward, backend="f8fx")  # type: ignore[method-assign]
+        return model
+
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    for change in (hooked, replaced):
+        model = change(Remembering().bfloat16())
+        e = f8fx.explain(model, x, select="all")
+        assert {row.fqn for row in e.rows} == {"a"} and e.converted == e.total > 0
+        assert model.last is None and model.bn.num_batches_tracked == 0
+        with torch.device("meta"):
+            on_meta = change(Remembering().bfloat16())
+        assert f8fx.explain(on_meta, x.to("meta"), select="all").converted == e.converted
+
+
+def test_a_method_that_was_compiled_where_it_is_defined():
+    e = f8fx.explain(Remembering().bfloat16().step, torch.randn(32, 64, dtype=torch.bfloat16), select="all")
+    assert e.converted == e.total > 0
+
+
 def test_what_is_called_with_is_left_as_it_was():
     """Models and caches among the arguments are copied, once each."""
     model, cache, x = Counting().bfloat16(), Cache(), torch.randn(32, 64, dtype=torch.bfloat16)
@@ -624,6 +689,28 @@ def test_names_and_filters_are_printed_as_they_are(capsys: pytest.CaptureFixture
     print_report(GraphReport("tensorwise", cached=True, decisions=[decision]))
     printed = capsys.readouterr().err
     assert "[cached]" in printed and "[a-z]+" in printed
+
+
+def test_layers_that_two_filters_leave_are_shown_with_their_own(capsys: pytest.CaptureFixture[str]):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).bfloat16()
+    f8fx.explain(model, meta_input(32, 64), select="all", filter_fqns=["0", "2"]).print()
+    lines = capsys.readouterr().out.splitlines()
+    for name in "02":
+        assert any(line.startswith(f"{name} ") and f"has '{name}'" in line for line in lines)
+
+
+def test_keys_that_are_digits_and_no_numbers(capsys: pytest.CaptureFixture[str]):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e = nn.ModuleDict({"²": nn.Linear(64, 64), "³": nn.Linear(64, 64), "4": nn.Linear(64, 128)})
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [layer(x) for layer in self.e.values()]
+
+    e = f8fx.explain(Net().bfloat16(), meta_input(32, 64), select="all", merge="never")
+    e.print()
+    assert "e.²" in capsys.readouterr().out and "e.²" in e.to_html()
 
 
 def test_filters_that_match_nothing_are_named():

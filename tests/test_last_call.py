@@ -13,6 +13,7 @@ from torch import nn
 from f8fx import refresh_weights
 from f8fx.weights import watch as weight_watch
 from f8fx.weights.last_call import LastCall
+from f8fx.weights.watch import WATCHES
 from tests.helpers import bf16, compiled, randn
 
 
@@ -165,6 +166,27 @@ def test_while_a_cuda_graph_is_captured(served, asked, casts, monkeypatch):
         casts.clear()
         f8(x)
         assert {(64, 32), (32, 64)} <= set(casts)
+
+
+def test_what_is_captured_into_a_cuda_graph_is_the_graphs(served, monkeypatch):
+    """Its replays write there, whatever becomes of the copies that calls keep."""
+
+    def kept():
+        copies = [each for watch in WATCHES.values() for each in watch.copies.values()]
+        return [data for each in copies for data in each.tensors.values() if data.itemsize == 1]
+
+    model, f8, x = served
+    before = [data.view(torch.uint8).clone() for data in kept()]
+    for data in kept():
+        data.view(torch.uint8).zero_()
+    for module in ("f8fx.weights.last_call", "f8fx.weights.copies"):
+        monkeypatch.setattr(f"{module}.capturing", lambda: True)
+    f8(x)
+    assert before and not any(data.view(torch.uint8).any() for data in kept())
+    monkeypatch.undo()
+    refresh_weights(model)
+    f8(x)
+    assert all(torch.equal(data.view(torch.uint8), bits) for data, bits in zip(kept(), before, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:f8fx. a weight is not cached")

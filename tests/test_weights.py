@@ -1116,3 +1116,13 @@ def test_data_is_read_in_function_transforms(layer):
     assert torch.allclose(torch.func.grad(f)(x), want, rtol=1e-2, atol=1e-2)
     assert torch.func.vmap(torch.func.grad(f))(x).shape == x.shape
     assert torch.func.jvp(f, (x,), (x,))[0] == f(x)
+
+
+def test_frozen_weights_on_meta():
+    """A sign that they may have changed, where there are no bits to compare."""
+    model = nn.Sequential(nn.Linear(32, 32, dtype=bf16)).requires_grad_(False).to("meta")
+    f8 = compiled(model, weights="cached")
+    x = torch.empty(16, 32, dtype=bf16, device="meta", requires_grad=True)
+    f8(x).sum().backward()
+    assert model[0].weight.data.is_meta
+    f8(x).sum().backward()

@@ -79,13 +79,31 @@ class Replica:
                 self._fake(leaf)
             elif isinstance(leaf, _SHARED):
                 self.memo[id(leaf)] = leaf
+        is_known = id(value) in self.memo
         try:
-            return copy.deepcopy(value, self.memo)
+            copied = copy.deepcopy(value, self.memo)
         except Exception as error:
             raise ExplainError(
                 f"could not copy {name_of(value)} ({type(error).__name__}: {error}); explain traces a copy, "
                 "so that yours is left as it is"
             ) from error
+        if isinstance(copied, nn.Module) and not is_known:
+            for module in copied.modules():
+                self._copy_functions(vars(module))
+        return copied
+
+    def _copy_functions(self, holder: dict[Any, Any]) -> None:
+        """What a module holds that Python does not copy: a forward in the place of its own, hooks, which may close over the module."""
+        for name, held in list(holder.items()):
+            if name in _HOOKS:
+                self._copy_functions(held)
+            elif isinstance(held, types.FunctionType):
+                inner = uncompiled(held)
+                if isinstance(inner, types.MethodType):
+                    owner = self.memo.get(id(inner.__self__), inner.__self__)
+                    holder[name] = types.MethodType(inner.__func__, owner)
+                elif _tensors(inner):
+                    holder[name] = self.of_callable(inner)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self.memo:
@@ -115,6 +133,7 @@ def _made_in_inference_mode(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.is_inference()
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: What a copy has in common with what it is of: it cannot be copied or, as a mesh with its groups, need not be.
 _SHARED: tuple[type, ...] = (
     DeviceMesh,

@@ -212,6 +212,24 @@ class Float8Shard(torch.Tensor):
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.plain.__dlpack__(**kwargs)
 
+    def apply_(self, *args: Any) -> Float8Shard:
+        return self._written("apply_", *args)
+
+    def map_(self, *args: Any) -> Float8Shard:
+        return self._written("map_", *args)
+
+    def map2_(self, *args: Any) -> Float8Shard:
+        return self._written("map2_", *args)
+
+    def share_memory_(self) -> Float8Shard:
+        return self._written("share_memory_")
+
+    def _written(self, method: str, *args: Any) -> Float8Shard:
+        args = tuple(arg.plain if isinstance(arg, Float8Shard) else arg for arg in args)
+        getattr(self.plain, method)(*args)
+        self.changes[0] += 1
+        return self
+
     # -- what FSDP2 calls
 
     def fsdp_pre_all_gather(

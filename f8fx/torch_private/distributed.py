@@ -14,8 +14,13 @@ c10d = torch.ops._c10d_functional
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node calls a collective, or waits for one (``_c10d_functional``, ``_c10d_functional_autograd``)."""
-    return node.op == "call_function" and getattr(node.target, "namespace", "").startswith("_c10d_functional")
+    """Whether a node calls a collective, or waits for one.
+
+    ``_c10d_functional``, ``_c10d_functional_autograd``, and ``_dtensor.shard_dim_alltoall``, which shards another dimension.
+    """
+    namespace = getattr(node.target, "namespace", "")
+    is_of_dtensor = namespace == "_dtensor" and "alltoall" in str(node.target)
+    return node.op == "call_function" and (namespace.startswith("_c10d_functional") or is_of_dtensor)
 
 
 def fake_store() -> Any:

@@ -55,6 +55,7 @@ def refresh_weights(model: nn.Module | Iterable[nn.Module | Tensor] | None = Non
     * by a collective, a CUDA kernel or a library that is given the memory (``data_ptr``, DLPack, NumPy, ``p.untyped_storage()``);
     * by another process that shares its CUDA memory (on a CPU such weights are not kept);
     * through ``p.data`` inside a function compiled with a backend that runs Dynamo's graphs as they are (``"eager"``);
+    * by ``p.apply_``, ``p.map_`` and ``p.map2_``;
     * by replaying a CUDA graph that holds an optimizer step;
     * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
       no training graph compiled with this option ran before it;

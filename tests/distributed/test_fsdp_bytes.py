@@ -178,6 +178,13 @@ def changed_in_every_way(float8, scales="step"):
     if scales == "step":  # which has to see that they change
         torch.compile(lambda: weight.detach().lerp_(-weight.detach(), 0.75), backend="aot_eager")()
         forward("by a compiled function")
+        locals_ = [weight.to_local(), model.blocks[1].gate.weight.to_local().view(-1)]
+        with torch.no_grad():
+            torch.compile(lambda given: torch._foreach_mul_(given, 4), backend="aot_eager")(locals_)
+        forward("by a compiled function of shards")
+        saved = model.state_dict()["blocks.0.gate.weight"]
+        torch.compile(lambda t: t.mul_(0.25), backend="aot_eager")(saved)
+        forward("by a compiled function of a state dict")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     loss_of(model(batch(1))).backward()
     optimizer.step()
@@ -201,6 +208,20 @@ def changed_in_every_way(float8, scales="step"):
 def scales_are_never_stale():
     for scales in ("step", "forward"):
         assert_same(changed_in_every_way(False, scales), changed_in_every_way(True, scales), scales)
+
+
+def captured_into_a_cuda_graph():
+    """What is captured has not run: the next forward takes amaxes of its own."""
+    model = Setup("tensorwise", world_mesh(), True).build()
+    with torch.no_grad():
+        want = model(batch(0))
+        for parameter in model.blocks.parameters():
+            parameter.mul_(1)
+        with mock.patch("f8fx.fsdp.scales.capturing", lambda: True):
+            model(batch(0))
+        with collectives() as sent:
+            assert torch.equal(model(batch(0)), want)
+    assert [call.op for call in sent].count("all_reduce") == 1
 
 
 def changed_before_the_backward():
@@ -449,6 +470,7 @@ def test_two_ranks():
             one_reduction_whatever_is_wrapped,
             root_holds_converted_weights,
             scales_are_never_stale,
+            captured_into_a_cuda_graph,
             changed_before_the_backward,
             changed_within_a_forward,
             manual_scales,

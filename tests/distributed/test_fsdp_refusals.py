@@ -229,6 +229,20 @@ def test_a_parameter_is_read_as_any_other_is():
         assert np.array_equal(np.asarray(read(weight)), plain.numpy())
 
 
+def test_python_that_writes_to_a_parameter_writes_to_what_is_inside():
+    model = Block()
+    enable_float8_all_gather(model)
+    weight = model.gate.weight.detach()
+    for write in (
+        lambda: weight.apply_(lambda value: value + 1),
+        lambda: weight.map_(weight, lambda value, other: value + other),
+        lambda: weight.map2_(weight, weight, lambda value, a, b: value - a + b),
+    ):
+        version = weight.version()
+        assert write() is weight and weight.version() != version
+    assert weight.share_memory_().plain.is_shared() and model.share_memory() is model
+
+
 def test_a_parameter_that_was_replaced_is_told_of_once(caplog):
     model = Block()
     enable_float8_all_gather(model)

@@ -515,3 +515,15 @@ def test_a_cast_that_moves_is_no_part_of_a_weight():
         set_value(node)
     (gemm,) = Find()(graph).gemms
     assert gemm.right.node is moved
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"), reason="not in this torch")
+def test_weights_packed_to_four_bits_are_seen_and_left():
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.zeros(64, 128, dtype=torch.int32), 1)
+
+    def f(x, w, scales):
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, w, 32, scales)
+
+    args = randn(16, 128, grad=False), packed, torch.rand(4, 64, 2).to(bf16)
+    (found,) = found_in(f, *args).unmatched
+    assert (found.reason, found.m, found.k, found.n) == ("integer matmul", 16, 128, 64)
