@@ -386,6 +386,29 @@ def test_graph_breaks_make_graphs():
 # -- errors ---------------------------------------------------------------------------------------
 
 
+def test_a_graph_that_runs_more_than_once_is_told_of(capsys: pytest.CaptureFixture[str]):
+    """Equal blocks that a break separates share it, so figures are not those of the model."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return x
+
+    for depth in (1, 5):
+        model = nn.Sequential(*(Block() for _ in range(depth))).bfloat16()
+        x = torch.zeros(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        e = f8fx.explain(model, x, select="all")
+        assert e.most_runs == depth and Explanation.from_dict(json.loads(e.to_json())) == e
+        e.print()
+        said = "Counted once: a graph that runs 5 times" in capsys.readouterr().out
+        assert said == ("Counted once" in e.to_html()) == (depth > 1)
+
+
 def test_unknown_options_name_the_nearest():
     with pytest.raises(f8fx.OptionError, match="did you mean 'h100'"):
         f8fx.explain(Mlp(16, 16), torch.ones(4, 16), target="h10")

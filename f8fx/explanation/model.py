@@ -118,7 +118,7 @@ def _explained(
 
     like_gpu = parsed.target is not None and parsed.target.name != "cpu"
     learn = partial(learned, weights=parsed.weights, experts=parsed.experts)
-    traces = trace(
+    traces, most_runs = trace(
         model,
         args,
         kwargs,
@@ -141,6 +141,7 @@ def _explained(
         ),
         graphs=[trace.report for trace in traces],
         rows=_rows(traces),
+        most_runs=most_runs,
     )
     for figure in ("saved_bytes_high", "saved_bytes_float8", "communicated_bytes_high", "communicated_bytes"):
         setattr(explanation, figure, sum(getattr(trace, figure) for trace in traces))

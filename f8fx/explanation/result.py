@@ -74,6 +74,7 @@ class Explanation:
             with the float8 one: intermediates, and inputs that no module holds; parameters are there anyway.
         communicated_bytes_high, communicated_bytes: bytes in collectives of the graphs, likewise: of each its
             input or output, whichever is larger; 0 on a single device.
+        most_runs: how often the graph runs that runs most; it is counted once in all figures.
         filters_without_match: those of ``filter_fqns`` and ``only_fqns`` that no matmul's name contains, with a suggestion.
         communication: what a step sends: under FSDP2 on the world that was asked for, and in the graphs. ``None``
             without either.
@@ -90,6 +91,7 @@ class Explanation:
     saved_bytes_float8: int = 0
     communicated_bytes_high: int = 0
     communicated_bytes: int = 0
+    most_runs: int = 1
     filters_without_match: list[str] = field(default_factory=list)
     communication: Communication | None = None
 

@@ -302,6 +302,8 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
         result.append(("Graphs", "none: Dynamo traced nothing of it, so nothing is known of its matmuls"))
     elif len(e.graphs) > 1:
         result.append(("Graphs", f"{len(e.graphs)}; the graph breaks between them"))
+    if e.most_runs > 1:
+        result.append(("Counted once", f"a graph that runs {e.most_runs} times"))
     return result
 
 

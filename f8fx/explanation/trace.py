@@ -81,8 +81,11 @@ def trace(
     partitioner: Partitioner,
     like_gpu: bool,
     dynamic: bool,
-) -> list[GraphTrace]:
+) -> tuple[list[GraphTrace], int]:
     """Traces a call of a module or function with its gradients, if any are asked for.
+
+    Returns:
+        The graphs, and how often the call runs the one that it runs most.
 
     Args:
         pipeline: the passes, for a graph whose weights may be cast elsewhere, or for any.
@@ -115,7 +118,7 @@ def trace(
             torch.compile(call, backend=collector, dynamic=dynamic)(*fake_args, **fake_kwargs)
     except Exception as error:
         raise _explained(model, error) from error
-    return collector.graphs
+    return collector.graphs, max(collector.runs, default=0)
 
 
 def _uninitialized(model: Callable[..., Any]) -> str | None:
@@ -165,6 +168,7 @@ class _Collector:
         self.like_gpu = like_gpu
         self.known, self.own = KnownInputs(), 0
         self.graphs: list[GraphTrace] = []
+        self.runs: list[int] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         name_modules(gm)
@@ -181,7 +185,14 @@ class _Collector:
             keep_inference_input_mutations=True,
         )
         look(graph, inputs)
-        return gm.forward
+        number = len(self.runs)
+        self.runs.append(0)
+
+        def run(*args: Any) -> Any:
+            self.runs[number] += 1
+            return gm.forward(*args)
+
+        return run
 
     def _with_copies(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any]]:
         """The graph as the backend has it compiled: with inputs for the copies of weights that are made elsewhere."""
