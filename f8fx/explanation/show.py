@@ -302,14 +302,14 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
         result.append(("Graphs", "none: Dynamo traced nothing of it, so nothing is known of its matmuls"))
     elif len(e.graphs) > 1:
         result.append(("Graphs", f"{len(e.graphs)}; the graph breaks between them"))
-    if e.most_runs > 1:
-        result.append(("Counted once", f"a graph that runs {e.most_runs} times"))
     return result
 
 
 def notes(explanation: Explanation) -> list[tuple[str, str]]:
     """What was perhaps not meant: label and text."""
     result = []
+    if explanation.most_runs > 1:
+        result.append(("Counted once", f"a graph that runs {explanation.most_runs} times"))
     if "float32 matmul" in explanation.reasons:
         text = "model.bfloat16() or torch.autocast makes bf16 of it; or list torch.float32 in the recipe's convert_dtypes"
         result.append(("In float32", text))
