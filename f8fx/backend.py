@@ -136,6 +136,8 @@ def compile_graph(
             raise
         run = _runner(options, config, compile_fx)
         compiled = _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
+        if options.weights != "dynamic" and weight_inputs.may_train(example_inputs):
+            compiled = weight_inputs.noting_training(compiled)
         return halves.saying(checked(compiled, graph_pass.confirmed, example_inputs), weights, ANYTHING)
     _publish(graph_pass, options)
     compiled = checked(
@@ -176,6 +178,7 @@ def _run_with_weights(
         log.debug("f8fx: no weight inputs", exc_info=error)
         graph_pass.forget()
         graph_pass.pipeline, graph_pass.key = plain
+        training = weight_inputs.may_train(example_inputs)
     compiled = run(gm, example_inputs, graph_pass)
     return weight_inputs.noting_training(compiled) if training else compiled
 
