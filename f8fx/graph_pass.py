@@ -44,6 +44,8 @@ class GraphPass(CustomGraphPass):
     ) -> None:
         self.pipeline = pipeline
         self.key = key
+        #: as they were before an attempt changed them
+        self.first = pipeline, key
         self.before = tuple(before)
         self.tuning = tuning
         self.known = known
@@ -84,7 +86,8 @@ class GraphPass(CustomGraphPass):
     def begin_again(self, otherwise: Any) -> None:
         """Forgets an attempt; the next one differs by ``otherwise``."""
         self.forget()
-        self.key = self.key.extended(otherwise)
+        self.pipeline, key = self.first
+        self.key = key.extended(otherwise)
 
     def forget(self) -> None:
         """Forgets an attempt, with the nested regions that were rewritten in it."""
