@@ -18,7 +18,7 @@ from f8fx import ops
 
 from .gemm import Gemm
 from .in_memory import is_in_memory
-from .operand import base_of
+from .operand import base_of, is_view
 from .rewrite import Inserter, Provenance, insert_behind
 
 aten = torch.ops.aten
@@ -88,6 +88,13 @@ def _is_float(node: fx.Node) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype.is_floating_point for each in values)
 
 
+def _computed(node: fx.Node) -> fx.Node:
+    """What a value lies in: parts of a tensor are rounded with all of it."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def as_written(insert: Inserter, result: fx.Node) -> fx.Node:
     """A result with no more digits than its dtype has, as if the matmul that it is the result of had written it."""
     return insert(ops.rounded, result) if result.meta["val"].dtype in COMPUTED_AS_FLOAT32 else result
@@ -108,10 +115,11 @@ def round_operands(graph: fx.Graph, gemms: Iterable[Gemm], values: set[fx.Node])
     for gemm in gemms:
         for operand in (gemm.left, gemm.right):
             parts = operand.node.args[0] if operand.node.target is ops.concat else [operand.node]
-            for source in map(base_of, parts):  # type: ignore[arg-type]
+            for source in map(_computed, parts):  # type: ignore[arg-type]
                 if source not in values or source in rounded or is_in_memory(source):
                     continue
-                if source.meta["val"].dtype in COMPUTED_AS_FLOAT32 and source.target is not ops.rounded:
+                value = source.meta["val"]
+                if isinstance(value, torch.Tensor) and value.dtype in COMPUTED_AS_FLOAT32:
                     provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize", True)
                     rounded[source] = insert_behind(graph, source, ops.rounded, provenance)
     return rounded

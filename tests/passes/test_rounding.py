@@ -107,6 +107,24 @@ def test_scales_behind_the_gemm(bias):
     assert len(rounded(f, randn(M, K), *weights(N, k=K), **options)) == 1
 
 
+@pytest.mark.parametrize("part", [lambda h: h[:, ::2], lambda h: h.chunk(2, 1)[1], lambda h: h[1:].t()])
+def test_an_operand_that_is_a_part_is_rounded_as_a_whole(part):
+    def f(x, w):
+        h = torch.tanh(x)
+        return F.linear(part(h), w).sum() + normalised(h)
+
+    n = part(torch.empty(M, K)).shape[1]
+    assert rounded(f, randn(M, K), *weights(N, k=n)) == ["f8fx.rounded(tanh)"]
+
+
+def test_a_part_of_what_is_in_memory_has_its_digits():
+    def f(x, w, v):
+        h = F.linear(x, w)
+        return F.linear(h[:, :16], v).sum() + normalised(h)
+
+    assert not rounded(f, randn(M, K), *weights(N, k=K), *weights(N, k=16))
+
+
 def test_gradients():
     """In the backward a maximum is compared with what it was taken of."""
 
