@@ -288,6 +288,33 @@ def test_rows_whose_number_is_known_only_at_run_time(recipe, rows, tmp_path):
                 assert a == b
 
 
+class Largest(nn.Module):
+    """A result and an operand by their largest elements, which a kernel of their own finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        g = F.gelu(h)
+        y = self.down(g) + (g / g.abs().amax(0))[:, :64] + (h / h.abs().amax(0))[:, 64:]
+        return y, h >= h.amax(0)
+
+
+@pytest.mark.long
+def test_the_largest_element_is_equal_to_the_largest(tmp_path):
+    """As users run it: without rounding there is none, and its gradient is 0 / 0."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 64, dtype=bf16, requires_grad=True)
+    found = halves(Largest().to(bf16), x, precise=False, recipe="tensorwise")
+    forward, backward = run([case for case, _ in found], tmp_path)
+    assert isinstance(forward, list) and isinstance(backward, list), (forward, backward)
+    masks = [result for result in forward if result.dtype == torch.bool and result.shape == (512, 128)]
+    assert masks and all(mask.any(0).all() for mask in masks)
+    assert all(grad.isfinite().all() for grad in backward if grad is not None)
+
+
 def test_a_power_of_a_number_is_as_large_as_the_exponent(tmp_path):
     """The number is a block of one element; what the library gives is multiplied by a result for each row."""
     x = torch.randn(64, 48)
