@@ -56,7 +56,7 @@ from .lifetimes import Members, parted, partitions, reads_by_strides
 from .merge_worth import Paying, judged, merge_decision, noted
 from .operand import CASTS, SAME_ORDER, shape_of
 from .rewrite import Inserter, Provenance
-from .rounding import as_written, compared
+from .rounding import as_written
 from .strides import replace_laid_out
 
 aten = torch.ops.aten
@@ -127,12 +127,11 @@ class Merge:
         conversions: Sequence[Convert],
         found: Sequence[Family],
     ) -> list[Convert]:
-        values = compared(graph)
         merged: dict[fx.Node, Convert] = {}
         gone: dict[fx.Node, None] = {}
         replaced: dict[fx.Node, fx.Node] = {}
         for family in found:
-            for new, old in _Rewrite(graph, family, replaced, values).run():
+            for new, old in _Rewrite(graph, family, replaced).run():
                 if new is not None:
                     merged[old[0].node] = new
                 gone.update(dict.fromkeys(gemm.node for gemm in old))
@@ -156,7 +155,6 @@ class _Rewrite:
     Args:
         replaced: what was replaced by what, in this family and in those before it: one layer may read
             another's result, or be the gradient of a merged sum.
-        compared: values that are compared (:mod:`passes.rounding`).
     """
 
     def __init__(
@@ -164,9 +162,7 @@ class _Rewrite:
         graph: fx.Graph,
         family: Family,
         replaced: dict[fx.Node, fx.Node],
-        compared: set[fx.Node],
     ) -> None:
-        self.compared = compared
         self.graph = graph
         self.family = family
         self.replaced = replaced
@@ -214,7 +210,7 @@ class _Rewrite:
             if has_bias:
                 insert_here = self._before(conversion.gemm)
                 part = insert_here(aten.add.Tensor, part, node.args[0])
-                part = as_written(insert_here, part) if node in self.compared else part
+                part = as_written(insert_here, part)
             elif is_copied:
                 part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
             if is_copied:  # in memory, so that it is saved, and not the product to copy it from again

@@ -40,7 +40,7 @@ from .experts import offsets_of
 from .gemm import Gemm, Operand
 from .operand import shape_of
 from .rewrite import Inserter, Provenance, take_over
-from .rounding import as_written, compared, round_operands
+from .rounding import as_written, round_operands
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -82,15 +82,14 @@ class Quantize:
         self.rowwise_scales = rowwise_scales
 
     def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> None:
-        values = compared(graph)
-        results = round_operands(graph, (conversion.gemm for conversion in conversions), values)
+        results = round_operands(graph, [conversion.gemm for conversion in conversions])
         for conversion in conversions:
             conversion = reading(conversion, results)
             gemm = conversion.gemm
             provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize")
             insert = Inserter(graph, gemm.node, provenance)
             scales = self.rowwise_scales(gemm)
-            result = _GemmRewrite(conversion, self.recipe, scales, insert, gemm.node in values).run()
+            result = _GemmRewrite(conversion, self.recipe, scales, insert).run()
             result.meta["f8fx"] = replace(provenance, is_result=True)
             take_over(gemm.node, result)
             results[gemm.node] = result
@@ -106,14 +105,12 @@ class _GemmRewrite:
         recipe: Recipe,
         rowwise_scales: RowwiseScales,
         insert: Inserter,
-        is_compared: bool,
     ) -> None:
         self.conversion = conversion
         self.gemm: Gemm = conversion.gemm
         self.spec = conversion.spec
         self.recipe = recipe
         self.insert = insert
-        self.is_compared = is_compared
         self.is_scaled_after = is_scaled_after(conversion, rowwise_scales)
 
     def run(self) -> fx.Node:
@@ -131,7 +128,7 @@ class _GemmRewrite:
         )
         product = self._scaled_mm(left, insert(aten.permute.default, right, [1, 0]), left_scale, right_scale)
         if gemm.node.target is aten.addmm.default and not self._adds_bias:
-            product = self._as_written(self._add_bias(product))
+            product = as_written(insert, self._add_bias(product))
         if len(shape_of(gemm.node)) == 3:
             product = insert(aten.unsqueeze.default, product, 0)
         return product
@@ -231,13 +228,10 @@ class _GemmRewrite:
         if self.conversion.pad_n:
             product = self._slice_columns(product)
         if after:
-            product = self._as_written(self._rescale(product, left_scale, right_scale, computed))
+            product = as_written(insert, self._rescale(product, left_scale, right_scale, computed))
         if product.meta["val"].dtype != wanted:
-            product = self._as_written(insert(prims.convert_element_type.default, product, wanted))
+            product = as_written(insert, insert(prims.convert_element_type.default, product, wanted))
         return product
-
-    def _as_written(self, product: fx.Node) -> fx.Node:
-        return as_written(self.insert, product) if self.is_compared else product
 
     def _vector(self, scale: fx.Node, data: fx.Node, dim: int, align: int) -> fx.Node:
         """A scale as ``_scaled_mm`` takes it beside a vector: ``[m, 1]`` or ``[1, n]``."""

@@ -1,10 +1,10 @@
-"""Values of which elements are chosen, or compared, keep the digits they would have had in memory.
+"""Values that a kernel of Inductor computes, and that matmuls would have written or read, keep the digits they had in memory.
 
-A kernel of Inductor goes on with the float32 that it has computed, and each kernel that reads a value which no kernel has
-written computes it anew. One of them may compare it with the maximum that another has found, and rounded when it
-wrote it: then no element is the largest, and the gradient of the maximum is 0 / 0. Without float8 a matmul wrote its result,
-and had its operands in memory. Two kinds of values are so no more, a result that a bias or scales are still to be applied to,
-and an operand that is cast to float8 where it is computed. Where it may matter they are rounded (``f8fx.rounded``).
+A kernel goes on with the float32 that it has computed, and each kernel that reads a value which no kernel has written
+computes it anew. Where one of them meets what another has made of the value and rounded, digits differ that were equal: no
+element is as large as the largest, whose gradient is then 0 / 0; what is equal to its mean is not; shares add up to more than 1. Two
+kinds of values are not in memory any more. A result that a bias or scales are still to be applied to is always rounded
+(``f8fx.rounded``), which costs no traffic; an operand that is cast to float8 where it is computed, if elements are chosen from it or compared with it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ _CHOOSING = frozenset(
             aten.mode.default,
             aten.aminmax.default,
         ),
-        *(aten.cummax.default, aten.cummin.default, aten.gather.default),
+        *(aten.cummax.default, aten.cummin.default, aten.cumsum.default),
+        *(aten.gather.default, aten.index.Tensor, aten.index_select.default),
     )
 )
 
 
-def compared(graph: fx.Graph) -> set[fx.Node]:
+def _compared(graph: fx.Graph) -> set[fx.Node]:
     """The values of which elements are chosen or compared with each other, and those they are computed from.
 
     What is chosen may be compared, or it is subtracted, and a root or a logarithm taken of what cannot be negative.
@@ -97,18 +98,17 @@ def _computed(node: fx.Node) -> fx.Node:
 
 def as_written(insert: Inserter, result: fx.Node) -> fx.Node:
     """A result with no more digits than its dtype has, as if the matmul that it is the result of had written it."""
-    return insert(ops.rounded, result) if result.meta["val"].dtype in COMPUTED_AS_FLOAT32 else result
+    has_more = result.meta["val"].dtype in COMPUTED_AS_FLOAT32 and not is_in_memory(result)
+    return insert(ops.rounded, result) if has_more else result
 
 
-def round_operands(graph: fx.Graph, gemms: Iterable[Gemm], values: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+def round_operands(graph: fx.Graph, gemms: Iterable[Gemm]) -> dict[fx.Node, fx.Node]:
     """Rounds those operands, wherever they are read, that are compared and that no kernel has to write.
-
-    Args:
-        values: as :func:`compared` gave them.
 
     Returns:
         What each has become.
     """
+    values = _compared(graph)
     rounded: dict[fx.Node, fx.Node] = {}
     if not values:
         return rounded

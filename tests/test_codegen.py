@@ -474,7 +474,7 @@ forward:
        tiny  triton_add_amax_convert_element_type_mul_reciprocal_scale_sub
    151.1 MB  triton_add_convert_element_type_mul_quantize_sub
    117.4 MB  extern_kernels._scaled_mm
-   134.2 MB  triton_add_sigmoid
+   134.2 MB  triton_add_rounded_sigmoid
 backward:
    134.3 MB  triton_amax_convert_element_type_mul_sub_sum
      0.5 MB  triton_convert_element_type_mul_sub_sum
@@ -495,7 +495,7 @@ forward:
    100.8 MB  triton_add_amax_convert_element_type_mul_quantize_quantize_rowwise_reciprocal_rsqrt_scale_sub_var_mean
     50.4 MB  triton_row_cast_columns_kernel
    117.5 MB  extern_kernels._scaled_mm
-   134.2 MB  triton_add_sigmoid
+   134.2 MB  triton_add_rounded_sigmoid
 backward:
     67.8 MB  triton_add_amax_amax_both_convert_element_type_mul_reciprocal_scale_sub
    136.4 MB  triton_computed_amaxes_kernel
@@ -518,7 +518,7 @@ forward:
    218.3 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
-   134.2 MB  triton_add_sigmoid
+   134.2 MB  triton_add_rounded_sigmoid
 backward:
    234.9 MB  triton__scaled_mm_amax_as_strided_clone_convert_element_type_expand_mul_permute_quantize_reciprocal_scale_sub_view
     50.3 MB  triton_quantize
@@ -574,16 +574,16 @@ class TestBlock(TestCase):
 1974.4 MB by 42 kernels
  126.0 MB  triton_add_amax_concat_convert_element_type_mul_rsqrt_squeeze_sub_var_mean
  188.8 MB  triton_add_concat_convert_element_type_mul_quantize_squeeze_sub
- 119.5 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
-  50.4 MB  triton_add_amax_mul_permute_sigmoid_slice_squeeze_view
+ 119.5 MB  triton_add_cat_convert_element_type_mul_rounded_slice_split_sub_view
+  50.4 MB  triton_add_amax_mul_permute_rounded_sigmoid_slice_squeeze_view
   41.9 MB  triton_mul_permute_quantize_sigmoid_squeeze_view
-  50.4 MB  triton_add_amax_convert_element_type_mul_rsqrt_squeeze_sub_var_mean_view
-  67.1 MB  triton_add_amax_convert_element_type_erf_mul_squeeze_view
- 100.7 MB  triton_add_convert_element_type_erf_mul_quantize_squeeze_view
-  50.3 MB  triton_add_view
+  50.4 MB  triton_add_amax_convert_element_type_mul_rounded_rsqrt_squeeze_sub_var_mean_view
+  67.1 MB  triton_add_amax_convert_element_type_erf_mul_rounded_squeeze_view
+ 100.7 MB  triton_add_convert_element_type_erf_mul_quantize_rounded_squeeze_view
+  50.3 MB  triton_add_rounded_view
  247.5 MB  triton_add_concat_convert_element_type_mul_quantize_quantize_both_squeeze_sub
- 135.3 MB  triton_add_amax_convert_element_type_erf_exp_mul_squeeze_sum_view
- 234.9 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_squeeze_view
+ 135.3 MB  triton_add_amax_convert_element_type_erf_exp_mul_rounded_squeeze_sum_view
+ 234.9 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_rounded_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
   50.3 MB  triton_amax_convert_element_type_mul_permute_sigmoid_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
@@ -597,16 +597,16 @@ class TestBlock(TestCase):
             """\
 1902.1 MB by 35 kernels
  113.3 MB  triton_row_cast_columns_kernel
- 119.5 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
-  58.7 MB  triton_add_amax_mul_permute_quantize_reciprocal_scale_sigmoid_slice_squeeze_view
-  58.8 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean_view
- 100.7 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_scale_squeeze_view
+ 119.5 MB  triton_add_cat_convert_element_type_mul_rounded_slice_split_sub_view
+  58.7 MB  triton_add_amax_mul_permute_quantize_reciprocal_rounded_scale_sigmoid_slice_squeeze_view
+  58.8 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rounded_rsqrt_scale_squeeze_sub_var_mean_view
+ 100.7 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_rounded_scale_squeeze_view
   50.4 MB  triton_row_cast_columns_kernel
-  50.3 MB  triton_add_view
-  51.5 MB  triton_add_amax_amax_both_convert_element_type_erf_exp_mul_permute_quantize_rowwise_reciprocal_scale_sigmoid_squeeze_sub_sum_view
+  50.3 MB  triton_add_rounded_view
+  51.5 MB  triton_add_amax_amax_both_convert_element_type_erf_exp_mul_permute_quantize_rowwise_reciprocal_rounded_scale_sigmoid_squeeze_sub_sum_view
  163.6 MB  triton_concat_quantize
  136.4 MB  triton_computed_amaxes_kernel
- 235.0 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_squeeze_view
+ 235.0 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_rounded_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
   69.2 MB  triton_add_cat_convert_element_type_mul_neg_permute_slice

@@ -48,6 +48,7 @@ _EXPRESSIONS = {
 }
 #: What these need imported, beside ``tl``.
 EXPRESSION_IMPORTS = "from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math"
+_HALVES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -124,6 +125,8 @@ class _Writer:
             return self._constant(*args, **kwargs)
         if op == "to_dtype":
             return self._to_dtype(*args, **kwargs)
+        if op == "to_dtype_bitcast":
+            return self._bits(*args, **kwargs)
         if op not in _EXPRESSIONS or kwargs:
             raise _Unsupported(op)
         return self._named(_EXPRESSIONS[op].format(*args))
@@ -178,6 +181,14 @@ class _Writer:
         if dtype not in _FLOATS or not use_compute_types:
             raise _Unsupported(str(dtype))
         return self._named(f"({x}).to(tl.float32)") if x in self.names.values() else x
+
+    def _bits(self, x: str, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
+        """The bits of a 16-bit number, or the number of bits (:meth:`.lowering.Lowering.rounded`)."""
+        if dtype == torch.int16 and src_dtype in _HALVES:
+            return self._named(f"({x}).to({_HALVES[src_dtype]}).to(tl.int16, bitcast=True)")
+        if dtype in _HALVES and src_dtype == torch.int16:
+            return self._named(f"({x}).to({_HALVES[dtype]}, bitcast=True).to(tl.float32)")
+        raise _Unsupported(f"{src_dtype} as {dtype}")
 
 
 def _in_memory(name: str) -> Any:

@@ -96,8 +96,9 @@ mul_2: f32[64,1] = mul(unsqueeze_1, reciprocal_3)
 convert_element_type: f32[64,128] = prims.convert_element_type(scaled_mm_1, f32)
 mul_3: f32[64,128] = mul(convert_element_type, mul_2)
 convert_element_type_1: bf16[64,128] = prims.convert_element_type(mul_3, bf16)
+rounded: bf16[64,128] = f8fx.rounded(convert_element_type_1)
 permute_6: bf16[64,128] = permute(permute_4, [1, 0])
-return [sin, cos, convert_element_type_1, permute_6, permute_3]""",
+return [sin, cos, rounded, permute_6, permute_3]""",
         )
 
     def test_inference(self):
@@ -219,9 +220,11 @@ permute: e4m3[128,128] = permute(quantize_1, [1, 0])
 scaled_mm: bf16[64,128] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, None, None, bf16, True)
 slice: bf16[64,64] = slice(scaled_mm, 1, 0, 64)
 add: bf16[64,64] = add(slice, arg2_1)
+rounded: bf16[64,64] = f8fx.rounded(add)
 slice_1: bf16[64,64] = slice(scaled_mm, 1, 64, 128)
 add_1: bf16[64,64] = add(slice_1, arg4_1)
-mul: bf16[64,64] = mul(add, add_1)
+rounded_1: bf16[64,64] = f8fx.rounded(add_1)
+mul: bf16[64,64] = mul(rounded, rounded_1)
 return [mul]""",
         )
 

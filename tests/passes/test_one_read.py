@@ -101,7 +101,8 @@ mul: f32[48,32] = mul(unsqueeze, unsqueeze_1)
 convert_element_type: f32[48,32] = prims.convert_element_type(scaled_mm_1, f32)
 mul_1: f32[48,32] = mul(convert_element_type, mul)
 convert_element_type_1: bf16[48,32] = prims.convert_element_type(mul_1, bf16)
-permute_2: bf16[32,48] = permute(convert_element_type_1, [1, 0])
+rounded: bf16[48,32] = f8fx.rounded(convert_element_type_1)
+permute_2: bf16[32,48] = permute(rounded, [1, 0])
 scale_2: f32[32] = f8fx.scale(getitem_5, dtype=e4m3, power_of_2=True)
 quantize_2: e4m3[32,48] = f8fx.quantize(primals_2, scale_2, dtype=e4m3, dim=0, transpose=True, align=[1, 1])
 reciprocal_2: f32[32] = reciprocal(scale_2)
@@ -113,8 +114,9 @@ mul_2: f32[16,32] = mul(unsqueeze_2, unsqueeze_3)
 convert_element_type_2: f32[16,32] = prims.convert_element_type(scaled_mm_2, f32)
 mul_3: f32[16,32] = mul(convert_element_type_2, mul_2)
 convert_element_type_3: bf16[16,32] = prims.convert_element_type(mul_3, bf16)
+rounded_1: bf16[16,32] = f8fx.rounded(convert_element_type_3)
 permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [scaled_mm, convert_element_type_3, permute_4]""",
+return [scaled_mm, rounded_1, permute_4]""",
         )
 
 

@@ -94,7 +94,8 @@ mul: f32[48,32] = mul(unsqueeze, unsqueeze_1)
 convert_element_type: f32[48,32] = prims.convert_element_type(scaled_mm_1, f32)
 mul_1: f32[48,32] = mul(convert_element_type, mul)
 convert_element_type_1: bf16[48,32] = prims.convert_element_type(mul_1, bf16)
-permute_2: bf16[32,48] = permute(convert_element_type_1, [1, 0])
+rounded: bf16[48,32] = f8fx.rounded(convert_element_type_1)
+permute_2: bf16[32,48] = permute(rounded, [1, 0])
 reciprocal_4: f32[32] = reciprocal(scale_3)
 amax_5: f32[32] = f8fx.amax(primals_2, 0)
 scale_5: f32[32] = f8fx.scale(amax_5, dtype=e4m3, power_of_2=True)
@@ -108,8 +109,9 @@ mul_2: f32[32,32] = mul(unsqueeze_2, unsqueeze_3)
 convert_element_type_2: f32[32,32] = prims.convert_element_type(scaled_mm_2, f32)
 mul_3: f32[32,32] = mul(convert_element_type_2, mul_2)
 convert_element_type_3: bf16[32,32] = prims.convert_element_type(mul_3, bf16)
+rounded_1: bf16[32,32] = f8fx.rounded(convert_element_type_3)
 permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [scaled_mm, convert_element_type_3, permute_4]""",
+return [scaled_mm, rounded_1, permute_4]""",
         )
 
     def test_rowwise_where_the_gemm_takes_no_scale_vectors(self):
@@ -142,7 +144,8 @@ unsqueeze_1: f32[1,48] = unsqueeze(reciprocal_1, 0)
 mul: f32[16,48] = mul(unsqueeze, unsqueeze_1)
 mul_1: f32[16,48] = mul(scaled_mm, mul)
 convert_element_type: bf16[16,48] = prims.convert_element_type(mul_1, bf16)
-return [convert_element_type]""",
+rounded: bf16[16,48] = f8fx.rounded(convert_element_type)
+return [rounded]""",
         )
 
     def test_linear_rowwise_with_gw_hp(self):
@@ -186,8 +189,9 @@ mul: f32[32,1] = mul(unsqueeze_1, reciprocal_3)
 convert_element_type: f32[32,32] = prims.convert_element_type(scaled_mm_1, f32)
 mul_1: f32[32,32] = mul(convert_element_type, mul)
 convert_element_type_1: bf16[32,32] = prims.convert_element_type(mul_1, bf16)
+rounded: bf16[32,32] = f8fx.rounded(convert_element_type_1)
 permute_4: bf16[48,32] = permute(permute_2, [1, 0])
-return [scaled_mm, convert_element_type_1, permute_4]""",
+return [scaled_mm, rounded, permute_4]""",
         )
 
     def test_inference_shares_by_itself(self):
@@ -281,7 +285,8 @@ unsqueeze_1: f32[1,48] = unsqueeze(reciprocal_1, 0)
 mul: f32[u0,48] = mul(unsqueeze, unsqueeze_1)
 mul_1: f32[u0,48] = mul(scaled_mm, mul)
 convert_element_type: bf16[u0,48] = prims.convert_element_type(mul_1, bf16)
-return [convert_element_type]""",
+rounded: bf16[u0,48] = f8fx.rounded(convert_element_type)
+return [rounded]""",
         )
 
     def test_scales_of_rows_with_e5m2_on_the_right(self):
@@ -301,7 +306,8 @@ mul: f32[32,48] = mul(unsqueeze, unsqueeze_1)
 convert_element_type: f32[32,48] = prims.convert_element_type(scaled_mm, f32)
 mul_1: f32[32,48] = mul(convert_element_type, mul)
 convert_element_type_1: bf16[32,48] = prims.convert_element_type(mul_1, bf16)
-return [convert_element_type_1]""",
+rounded: bf16[32,48] = f8fx.rounded(convert_element_type_1)
+return [rounded]""",
         )
 
     def test_padding_rowwise(self):
@@ -396,7 +402,8 @@ scaled_mm: bf16[8,64] = _scaled_mm(quantize, permute, reciprocal, reciprocal_1, 
 mul: bf16[8,64] = mul(scaled_mm, 0.5)
 mul_1: bf16[64] = mul(arg0_1, 2.0)
 add: bf16[8,64] = add(mul, mul_1)
-return [add]""",
+rounded: bf16[8,64] = f8fx.rounded(add)
+return [rounded]""",
         )
 
     def test_addmm_beta_zero_does_not_read_the_bias(self):
@@ -448,7 +455,8 @@ as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
 as_strided_1: f32[1,48] = as_strided(reciprocal_1, [1, 48], [48, 1])
 scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
 convert_element_type: f16[16,48] = prims.convert_element_type(scaled_mm, f16)
-return [convert_element_type]""",
+rounded: f16[16,48] = f8fx.rounded(convert_element_type)
+return [rounded]""",
         )
 
     def test_mixed_granularity_in_one_gemm(self):
