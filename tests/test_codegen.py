@@ -623,14 +623,14 @@ class TestBlock(TestCase):
             """\
 1704.8 MB by 30 kernels
  205.7 MB  triton_add_amax_concat_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean
- 119.5 MB  triton_add_cat_convert_element_type_mul_slice_split_sub_view
-  75.5 MB  triton_add_amax_mul_permute_quantize_reciprocal_scale_sigmoid_slice_squeeze_view
-  75.6 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean_view
- 167.8 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_scale_squeeze_view
-  50.3 MB  triton_add_view
+ 119.5 MB  triton_add_cat_convert_element_type_mul_rounded_slice_split_sub_view
+  75.5 MB  triton_add_amax_mul_permute_quantize_reciprocal_rounded_scale_sigmoid_slice_squeeze_view
+  75.6 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rounded_rsqrt_scale_squeeze_sub_var_mean_view
+ 167.8 MB  triton_add_amax_convert_element_type_erf_mul_quantize_reciprocal_rounded_scale_squeeze_view
+  50.3 MB  triton_add_rounded_view
  163.6 MB  triton_concat_quantize
- 234.9 MB  triton_add_amax_convert_element_type_erf_exp_mul_quantize_reciprocal_scale_squeeze_view
-  67.6 MB  triton_add_convert_element_type_erf_exp_mul_sum_view
+ 234.9 MB  triton_add_amax_convert_element_type_erf_exp_mul_quantize_reciprocal_rounded_scale_squeeze_view
+  67.6 MB  triton_add_convert_element_type_erf_exp_mul_rounded_sum_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
   50.4 MB  triton_amax_convert_element_type_mul_permute_reciprocal_scale_sigmoid_sub_sum_view
