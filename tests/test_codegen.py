@@ -417,7 +417,7 @@ backward:
             listed(generated(NormLinear, (8192, 4096), recipe="rowwise_with_gw_hp")),
             """\
 forward:
-   218.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rsqrt_scale
+   218.2 MB  triton_add_amax_convert_element_type_mean_mul_pow_quantize_reciprocal_rounded_rsqrt_scale
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
 backward:
@@ -454,7 +454,7 @@ backward:
             listed(generated(SwiGlu, (8192, 4096), (8192, 4096), recipe="rowwise_with_gw_hp")),
             """\
 forward:
-   285.3 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_scale
+   285.3 MB  triton_add_amax_convert_element_type_div_exp_mul_neg_quantize_reciprocal_rounded_scale
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
 backward:
@@ -476,10 +476,10 @@ forward:
    117.4 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_rounded_sigmoid
 backward:
-   134.3 MB  triton_amax_convert_element_type_mul_sub_sum
-     0.5 MB  triton_convert_element_type_mul_sub_sum
-       tiny  triton_amax_convert_element_type_mul_reciprocal_scale_sub
-   352.4 MB  triton_add_convert_element_type_mul_quantize_quantize_both_sub
+   134.3 MB  triton_amax_convert_element_type_mul_rounded_sub_sum
+     0.5 MB  triton_convert_element_type_mul_rounded_sub_sum
+       tiny  triton_amax_convert_element_type_mul_reciprocal_rounded_scale_sub
+   352.4 MB  triton_add_convert_element_type_mul_quantize_quantize_both_rounded_sub
    100.7 MB  extern_kernels._scaled_mm
    117.4 MB  extern_kernels._scaled_mm
    201.4 MB  triton_convert_element_type_div_mul_sub_sum
@@ -497,12 +497,12 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_rounded_sigmoid
 backward:
-    67.8 MB  triton_add_amax_amax_both_convert_element_type_mul_reciprocal_scale_sub
+    67.8 MB  triton_add_amax_amax_both_convert_element_type_mul_reciprocal_rounded_scale_sub
    136.4 MB  triton_computed_amaxes_kernel
-     0.1 MB  triton_amax_both_convert_element_type_mul_reciprocal_scale_sub
+     0.1 MB  triton_amax_both_convert_element_type_mul_reciprocal_rounded_scale_sub
     50.3 MB  triton_quantize
      0.6 MB  triton_add_amax_convert_element_type_mul_reciprocal_scale_sub
-   302.1 MB  triton_add_convert_element_type_mul_quantize_quantize_both_sub
+   302.1 MB  triton_add_convert_element_type_mul_quantize_quantize_both_rounded_sub
    117.5 MB  extern_kernels._scaled_mm
    100.7 MB  extern_kernels._scaled_mm
    201.4 MB  triton_convert_element_type_div_mul_sub_sum
@@ -515,12 +515,12 @@ backward:
             listed(generated(NormLinearSigmoid, (8192, 4096), recipe="rowwise_with_gw_hp")),
             """\
 forward:
-   218.3 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_sub_var_mean
+   218.3 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rounded_rsqrt_scale_sub_var_mean
        tiny  triton_amax_scale_unsqueeze
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_rounded_sigmoid
 backward:
-   234.9 MB  triton__scaled_mm_amax_as_strided_clone_convert_element_type_expand_mul_permute_quantize_reciprocal_scale_sub_view
+   234.9 MB  triton__scaled_mm_amax_as_strided_clone_convert_element_type_expand_mul_permute_quantize_reciprocal_rounded_scale_sub_view
     50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
    167.8 MB  extern_kernels.mm
@@ -584,8 +584,8 @@ class TestBlock(TestCase):
  247.5 MB  triton_add_concat_convert_element_type_mul_quantize_quantize_both_squeeze_sub
  135.3 MB  triton_add_amax_convert_element_type_erf_exp_mul_rounded_squeeze_sum_view
  234.9 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_rounded_squeeze_view
-  67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
-  50.3 MB  triton_amax_convert_element_type_mul_permute_sigmoid_sub_sum_view
+  67.1 MB  triton_add_convert_element_type_div_mul_rounded_sub_sum_view
+  50.3 MB  triton_amax_convert_element_type_mul_permute_rounded_sigmoid_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
  144.7 MB  triton_mul_permute_quantize_quantize_both_sigmoid_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view""",
@@ -607,9 +607,9 @@ class TestBlock(TestCase):
  163.6 MB  triton_concat_quantize
  136.4 MB  triton_computed_amaxes_kernel
  235.0 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_rounded_squeeze_view
-  67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  67.1 MB  triton_add_convert_element_type_div_mul_rounded_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
-  69.2 MB  triton_add_cat_convert_element_type_mul_neg_permute_slice
+  69.2 MB  triton_add_cat_convert_element_type_mul_neg_permute_rounded_slice
  101.8 MB  triton_computed_amaxes_kernel
  176.2 MB  triton_mul_permute_quantize_quantize_both_sigmoid_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
@@ -622,7 +622,7 @@ class TestBlock(TestCase):
             self.large("rowwise_with_gw_hp"),
             """\
 1704.8 MB by 30 kernels
- 205.7 MB  triton_add_amax_concat_convert_element_type_mul_quantize_reciprocal_rsqrt_scale_squeeze_sub_var_mean
+ 205.7 MB  triton_add_amax_concat_convert_element_type_mul_quantize_reciprocal_rounded_rsqrt_scale_squeeze_sub_var_mean
  119.5 MB  triton_add_cat_convert_element_type_mul_rounded_slice_split_sub_view
   75.5 MB  triton_add_amax_mul_permute_quantize_reciprocal_rounded_scale_sigmoid_slice_squeeze_view
   75.6 MB  triton_add_amax_convert_element_type_mul_quantize_reciprocal_rounded_rsqrt_scale_squeeze_sub_var_mean_view
@@ -631,7 +631,7 @@ class TestBlock(TestCase):
  163.6 MB  triton_concat_quantize
  234.9 MB  triton_add_amax_convert_element_type_erf_exp_mul_quantize_reciprocal_rounded_scale_squeeze_view
   67.6 MB  triton_add_convert_element_type_erf_exp_mul_rounded_sum_view
-  67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view
+  67.1 MB  triton_add_convert_element_type_div_mul_rounded_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
   50.4 MB  triton_amax_convert_element_type_mul_permute_reciprocal_scale_sigmoid_sub_sum_view
  203.4 MB  triton_materialize_quantize

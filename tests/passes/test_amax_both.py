@@ -241,7 +241,7 @@ def test_parts_of_other_widths():
     """One of them computed, the other in memory, or both there."""
     inputs = randn(16, 32), randn(96, 32, seed=1), randn(64, 64, seed=2), randn(80, 32, seed=3)
     (found,) = [line for line in lines(of_two_widths, *inputs, scales="in_gemm") if "amax_both" in line]
-    assert found.endswith("amax_both(concat, [tanh], [])")
+    assert found.endswith("amax_both(concat, [rounded], [])")
     same_with_and_without(of_two_widths, *inputs)
     assert taken(lambda *args: of_two_widths(*args, function=lambda a: a), *inputs, scales="in_gemm") == 1
 

@@ -63,11 +63,11 @@ scale_3: f32[] = f8fx.scale(amax_3, dtype=e4m3, power_of_2=True)""",
             """\
 amax_4: f32[] = f8fx.amax(tangents_1, None)
 scale_4: f32[] = f8fx.scale(amax_4, dtype=e5m2, power_of_2=False)
-amax_5: f32[16384] = f8fx.amax(where, 0)
+amax_5: f32[16384] = f8fx.amax(rounded_2, 0)
 unsqueeze: f32[1,16384] = unsqueeze(amax_5, 0)
 amax_6: f32[] = f8fx.amax(unsqueeze, None)
 scale_5: f32[] = f8fx.scale(amax_6, dtype=e5m2, power_of_2=False)
-sum: bf16[1,16384] = sum(where, [0], True)""",
+sum: bf16[1,16384] = sum(rounded_2, [0], True)""",
         )
 
 
