@@ -23,14 +23,18 @@ def replace_laid_out(old: fx.Node, new: fx.Node) -> None:
     if _layout(old) == _layout(new):
         take_over(old, new)
     else:
+        former = old.meta["val"]
         old.replace_all_uses_with(new)
-        _refresh(new)
+        _refresh(new, former)
 
 
-def _refresh(node: fx.Node) -> None:
+def _refresh(node: fx.Node, former: Any) -> None:
     """Computes the fake values anew that depend on a node's strides, as far as they make a difference.
 
-    A user that these strides do not suit, or of whose need of them nothing is known, reads a copy.
+    A user that these strides do not suit, or of whose need of them nothing is known, reads a copy that lies as it was.
+
+    Args:
+        former: the value that it had before.
     """
     for user in list(node.users):
         if user.op != "call_function" or "val" not in user.meta:
@@ -45,10 +49,10 @@ def _refresh(node: fx.Node) -> None:
             _run_on_meta(user)
         except (RuntimeError, ValueError):
             user.meta["val"] = value
-            _read_copy(user, node)
+            _read_copy(user, node, former)
         else:
             if _layout(user) != before:
-                _refresh(user)
+                _refresh(user, value)
             elif is_view(user):
                 refresh_views(user)
 
@@ -81,13 +85,32 @@ def takes_any_strides(target: Any) -> bool:
     return is_of_torch(target) or target.namespace == "f8fx" or torch.Tag.flexible_layout in target.tags
 
 
-def _read_copy(user: fx.Node, node: fx.Node) -> None:
-    graph = node.graph
-    with graph.inserting_before(user):
-        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-    copy.meta = dict(node.meta)
-    set_value(copy)
+def _read_copy(user: fx.Node, node: fx.Node, former: torch.Tensor) -> None:
+    """Lets a user read a copy of a node that lies in memory as the node's value did before."""
+    order = _order(former)
+    is_turned = order != sorted(order)
+    copy = _insert(user, aten.permute.default, node, order) if is_turned else node
+    copy = _insert(user, aten.clone.default, copy, memory_format=torch.contiguous_format)
+    if is_turned:
+        copy = _insert(user, aten.permute.default, copy, [order.index(dim) for dim in range(len(order))])
     user.replace_input_with(node, copy)
+
+
+def _insert(user: fx.Node, target: Any, source: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    with user.graph.inserting_before(user):
+        node = user.graph.call_function(target, (source, *args), kwargs)
+    node.meta = dict(source.meta)
+    set_value(node)
+    return node
+
+
+def _order(value: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first; as they are where nothing is known of them."""
+    strides = _hints(value.stride())
+    dims = [*range(value.dim())]
+    if strides is None or value.is_contiguous():
+        return dims
+    return sorted(dims, key=lambda dim: -strides[dim])
 
 
 def _layout(node: fx.Node) -> object:

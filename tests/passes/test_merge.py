@@ -562,6 +562,38 @@ def test_elements_that_are_found_by_strides():
     same_as_separate(f, randn(M, K), *weights(64, 64))
 
 
+class Restrided(torch.autograd.Function):
+    """Its gradient is read from the beginning of the memory that it lies in, as for ``as_strided``."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.as_strided(grad, grad.shape, grad.stride(), 0) * 2
+
+
+def test_elements_of_weight_gradients_that_are_found_by_strides():
+    """Each is a tensor of its own then, not the rows of a merged one."""
+
+    results = []
+    for merge in ("auto", "never"):
+        parameters = [nn.Parameter(randn(64, K, grad=False, seed=i)) for i in (1, 2)]
+        x = randn(M, K)
+
+        def f(x, parameters=parameters):
+            a, b = map(Restrided.apply, parameters)
+            return F.linear(x, a).sin(), F.linear(x, b).cos()
+
+        with f8fx.recording() as reports:
+            outputs = compiled(f, recipe="rowwise", merge=merge, **H100)(x)
+        assert any(found.merged for found in reports[0].merges) == (merge == "auto")
+        sum((y * i).sum() for i, y in enumerate(outputs, 1)).backward()
+        results.append([parameter.grad for parameter in parameters])
+    assert all(sqnr(want, got) > 20 for got, want in zip(*results, strict=True))
+
+
 def test_matmuls_that_read_each_other():
     """Merged results are operands of other matmuls, merged sums are the gradients of others, merged or not."""
 
@@ -657,6 +689,41 @@ def test_custom_operators_read_turned_results_as_before(executor):
 
     for want, got in zip(f(x), compiled(f, target="h100", executor=executor)(x), strict=True):
         assert sqnr(want, got) > 20
+
+
+def halves_turned(y):
+    return y.view(2, 16, 64).permute(1, 2, 0).view(16 * 64, 2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: columns(torch.slice_scatter(y.t(), torch.zeros(8, 32, dtype=y.dtype), 0, 0, 8)),
+        lambda y: columns(halves_turned(y).relu()),
+    ],
+    ids=["written to", "a view that reads a copy"],
+)
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_custom_operators_read_what_is_laid_out_as_a_turned_result_as_before(use, executor):
+    x, a, b = randn(32, 64, grad=False), randn(64, 64, grad=False, seed=1), randn(64, 64, grad=False, seed=2)
+
+    def f(x):
+        return use(F.linear(x, a)), F.linear(x, b).relu()
+
+    with recording() as reports:
+        found = compiled(f, target="h100", executor=executor)(x)
+    assert reports[0].merges[0].merged
+    for want, got in zip(f(x), found, strict=True):
+        assert sqnr(want, got) > 20
+
+
+def test_strides_of_what_is_computed_from_a_view_that_reads_a_copy():
+    x, a, b = randn(32, 64, grad=False), randn(64, 64, grad=False, seed=1), randn(64, 64, grad=False, seed=2)
+
+    def f(x):
+        return halves_turned(F.linear(x, a)).relu(), F.linear(x, b).relu()
+
+    assert compiled(f, target="h100")(x)[0].stride() == f(x)[0].stride()
 
 
 def test_attention_that_is_a_higher_order_operator():
