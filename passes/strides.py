@@ -106,11 +106,8 @@ def _insert(user: fx.Node, target: Any, source: fx.Node, *args: Any, **kwargs: A
 
 def _order(value: torch.Tensor) -> list[int]:
     """The dimensions of a tensor as they lie in memory, the outermost first; as they are where nothing is known of them."""
-    strides = _hints(value.stride())
-    dims = [*range(value.dim())]
-    if strides is None or value.is_contiguous():
-        return dims
-    return sorted(dims, key=lambda dim: -strides[dim])
+    strides, dims = _hints(value.stride()), range(value.dim())
+    return [*dims] if strides is None else sorted(dims, key=lambda dim: -strides[dim])
 
 
 def _layout(node: fx.Node) -> object:
