@@ -118,10 +118,36 @@ def test_a_layer_whose_result_is_added_to_other_squares_is_one():
     assert not told(report, False)
 
 
+def test_a_layer_whose_result_is_added_to_products_of_its_input_is_one():
+    """A factorization machine's, say: sums of ``x * v`` are no squared norms, though what is multiplied is added to them."""
+    layer = linear()
+
+    def f(x, v):
+        return layer(x) + (x * v).sum(-1, True)
+
+    assert not told(report_of(f, randn(64, 32), randn(64, 32, seed=1)), False)
+
+
 def test_a_layer_of_what_was_put_together_with_its_norms_is_one():
     layer = linear(33)
     report = report_of(lambda x: layer(torch.cat([x, x.square().sum(-1, True)], -1)), randn(64, 32))
     assert told(report, True) == ["grad_input", "grad_weight", "output"] and not told(report, False)
+
+
+def test_gradients_of_what_is_left_are_not_those_of_a_layer_of_its_sizes():
+    """Both read ``h`` and multiply the same three sizes: the gradients of ``h @ h.T`` are no gradients of the layer."""
+    first, layer = linear(), linear(rows=48)
+
+    def f(x):
+        h = first(x)
+        return (h @ h.mT).sin(), layer(h)
+
+    with recording() as reports:
+        scores, y = compiled(f)(randn(48, 32))
+        (scores.sum() + y.sum()).backward()
+    (report,) = reports
+    assert told(report, False) == [f"grad_input: {LEFT}"] * 2 + [f"output: {LEFT}"]
+    assert told(report, True) == sorted(["output", "grad_input", "grad_weight"] * 2)
 
 
 class Towers(nn.Module):

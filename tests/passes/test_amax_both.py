@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import f8fx
 from f8fx import ops
 from f8fx.passes.amax_both import AmaxBoth
+from f8fx.passes.in_memory import part_in_memory
 from f8fx.passes.rewrite import Provenance
 from tests.helpers import randn
 from tests.passes.test_one_read import graph_with, run_with
@@ -183,6 +184,33 @@ def test_a_sum_of_all_columns_needs_a_read_of_its_own_unless_it_is_taken_part_by
         assert not graph.find_nodes(op="call_function", target=ops.column_sums)
         (both,) = found
         assert both.args[2] == both.args[0].args[0]
+
+
+def test_a_sum_that_a_part_beside_it_is_computed_from_needs_a_read_of_its_own():
+    """The kernel would have to know the sum before it takes it."""
+
+    def f(x, y):
+        first = x.exp()
+        whole = ops.concat([first, y.exp() * first.sum(0)], 1)
+        scales = [ops.scale(ops.amax(whole, dim), dtype=torch.float8_e4m3fn) for dim in (1, 0)]
+        return ops.quantize_both(whole, *scales, dtype=torch.float8_e4m3fn, dim=1, dim_t=0)
+
+    graph = make_fx(f, tracing_mode="fake")(*(randn(32, 48, grad=False) for _ in "xy")).graph
+    for node in graph.nodes:
+        if node.target in ops.ALL:
+            node.meta["f8fx"] = Provenance("mm", "", "grad_input", "quantize")
+    AmaxBoth(lambda device: True)(graph)
+    assert not graph.find_nodes(op="call_function", target=ops.amax_both)
+    graph.lint()
+
+
+def test_parts_in_memory_are_those_of_splits_and_slices():
+    """What an operator with several results computes lies elsewhere than its input."""
+    graph = make_fx(lambda x: [x.split(16, 1)[1], x.sort(1)[0], x[:, 16:]], tracing_mode="fake")(
+        randn(32, 48, grad=False)
+    ).graph
+    (output,) = graph.find_nodes(op="output")
+    assert [part_in_memory(node) is not None for node in output.args[0]] == [True, False, True]
 
 
 def test_sums_of_other_numbers_need_a_read_of_their_own():

@@ -274,6 +274,13 @@ def test_no_less_precise(options, executor):
         assert min(sqnr(value, inside[name]), 60) > min(sqnr(value, after[name]), 60) - 0.3, name
 
 
+@pytest.mark.parametrize(("offset", "inside"), [(0, True), (1, False), (4, False), (8, True)])
+def test_a_bias_that_is_not_aligned_is_added_to_the_result(offset, inside):
+    """A part of a larger tensor: gemms read 16 bytes of it at a time."""
+    bias = randn(64, grad=False)[offset : offset + 48]
+    assert added(F.linear, *args()[:2], bias) == [inside]
+
+
 def test_the_gradients_of_one_layer_are_the_same_bits():
     model, x, grad = linear(32, 48), randn(16, 32), randn(16, 48, seed=1, grad=False)
     inside, after = (

@@ -119,6 +119,24 @@ def test_bits_of_a_fused_layer_that_is_merged_with_another(recipe, biased, monke
         assert torch.equal(ours, reference)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_parts_that_are_turned(recipe):
+    """Their matrices are copies: no view has the rows in order."""
+
+    def f(a, b, w):
+        return F.linear(torch.cat([a.sin().transpose(0, 1), b.cos().transpose(0, 1)], -1), w)
+
+    inputs = randn(4, 8, 32), randn(4, 8, 64, seed=1), randn(48, 96, seed=2)
+    assert "concat" in "".join(lines(f, *inputs, recipe=recipe))
+    results = []
+    for call in (f, compiled(f, recipe=recipe)):
+        tensors = [x.detach().clone().requires_grad_() for x in inputs]
+        y = call(*tensors)
+        y.backward(randn(8, 4, 48, grad=False, seed=3))
+        results.append([y, *(x.grad for x in tensors)])
+    assert all(sqnr(want, got) > 20 for want, got in zip(*results, strict=True))
+
+
 def test_a_fused_gradient_that_is_read_as_a_whole_stays_one_part():
     """The gradients of the weights are in high precision there."""
     found = lines(parallel, *parallel_args(), target="h100", recipe="rowwise_with_gw_hp")

@@ -362,6 +362,18 @@ def test_weights_computed_from_parameters_are_weights(weights):
     assert sqnr(adapted(x, delta), compiled(adapted, recipe="rowwise", experts="convert")(x, delta)) > 20
 
 
+def test_weights_that_are_kept_as_one_matrix():
+    """All experts' rows below each other, as checkpoints have them: what is quantized are the matrices that it is viewed as."""
+    x, rows = randn(48, 32), nn.Parameter(randn(4 * 64, 32, grad=False) / 6)
+
+    def kept(x):
+        return torch._grouped_mm(x, rows.view(4, 64, 32).mT, OFFSETS)
+
+    report = report_of(kept, x, recipe="rowwise", experts="convert")
+    assert {d.role for d in report.decisions if d.converted} == {"output", "grad_input"}
+    assert sqnr(kept(x), compiled(kept, recipe="rowwise", experts="convert")(x)) > 20
+
+
 def test_an_adapter_is_a_weight_where_activations_are_converted_too():
     def adapted(x):
         return torch._grouped_mm(x, (BASE[:4] + UP @ DOWN).mT, OFFSETS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import f8fx
@@ -13,7 +14,7 @@ from f8fx.passes import Find, fqn
 from f8fx.passes.fake import set_value
 from f8fx.passes.find import Found
 from f8fx.torch_private import fake_tensor_mode
-from tests.helpers import bf16, joint_graphs, randn, report_of
+from tests.helpers import bf16, joint_graphs, randn, report_of, sqnr
 
 aten = torch.ops.aten
 
@@ -527,3 +528,23 @@ def test_weights_packed_to_four_bits_are_seen_and_left():
     args = randn(16, 128, grad=False), packed, torch.rand(4, 64, 2).to(bf16)
     (found,) = found_in(f, *args).unmatched
     assert (found.reason, found.m, found.k, found.n) == ("integer matmul", 16, 128, 64)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: x @ w.transpose(0, 1),
+        lambda x, w: x.transpose(1, 0).transpose(-1, 0) @ w.t(),
+        lambda x, w: (w @ x.transpose(-2, -1)).t(),
+        lambda x, w: torch.bmm(x.view(1, 32, -1).transpose(2, -2), w.view(1, 48, 32).transpose(1, -1)),
+    ],
+)
+def test_transposes_that_nothing_has_made_permutes_of(function, recipe):
+    """In graphs of ``make_fx`` without decompositions, any dimensions counted from either end."""
+    x, w = randn(64, 32, grad=False), randn(48, 32, grad=False, seed=1)
+    gm = make_fx(function, tracing_mode="fake")(x, w)
+    options = f8fx.Options.parse({"select": "all", "recipe": recipe})
+    assert options.pipeline(debug=True)(gm.graph).converted == 1
+    gm.recompile()
+    assert sqnr(function(x, w), gm(x, w)) > 20

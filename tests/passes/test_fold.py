@@ -372,6 +372,12 @@ def expanded(w, batch):
             id="cached keys of one head",
         ),
         pytest.param(
+            lambda q, k: torch.bmm(q, expanded(k.view(32, 24), 4)),
+            ((4, 16, 32), (1, 1, 32, 24)),
+            "batched matmul with one matrix",
+            id="cached keys of one head as a matrix",
+        ),
+        pytest.param(
             lambda x, w: torch.bmm(x, w),
             ((4, 16, 32), (4, 32, 48)),
             "batched matmul of two activations",

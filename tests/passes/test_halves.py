@@ -152,3 +152,20 @@ def test_what_cannot_be_seen_counts_as_everything():
     del total.meta[HALF]
     total.target = torch.ops.higher_order.invoke_subgraph
     assert reads(joint, forward, backward) == ANYTHING
+
+
+def test_another_failure_is_no_read_of_the_other_half():
+    """Whatever came before it; one that was on the way to it is found."""
+    reads = Reads(early=True)
+
+    def failed(error):
+        try:
+            try:
+                raise error
+            except Exception as before:
+                raise ValueError from before
+        except ValueError as last:
+            return ReadsOther.within(last)
+
+    assert failed(KeyError()) is None and ReadsOther.within(None) is None
+    assert failed(ReadsOther(reads)).reads == reads

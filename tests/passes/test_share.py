@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from torch import nn
 
 import f8fx
 from f8fx import ops
@@ -339,6 +340,23 @@ class TestReadInHighPrecision:
         args = randn(16, 32).float(), torch.zeros(48, 32, dtype=fp8), torch.ones(())
         (warning,) = self.warnings_of(f, *args)
         assert "are left as they are: float32 matmul)" in warning and "autocast" in warning
+
+    def test_reasons_are_those_of_the_modules_that_read_it(self):
+        class Reads(nn.Module):
+            def forward(self, x, data, scale):
+                return F.linear(x, ops.dequantize(data, scale, dtype=bf16))
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gathered, self.other = Reads(), nn.Linear(48, 64)
+
+            def forward(self, x, data, scale):
+                return self.other(self.gathered(x, data, scale).float())
+
+        args = randn(16, 32), torch.zeros(48, 32, dtype=fp8), torch.ones(())
+        (warning,) = self.warnings_of(Net(), *args, filter_fqns=["gathered"])
+        assert "(in gathered, of whose matmuls some are left as they are: filtered)" in warning
 
     def test_something_that_is_no_matmul(self):
         def f(x, data, scale):
