@@ -1049,6 +1049,15 @@ def assert_stays_by_hand(reason, fn, *shapes, trace=None):
     assert describe(graph) == before
 
 
+def test_bytes_are_padded_as_they_are():
+    def f(x, w):
+        return x @ aten.constant_pad_nd(gather(w), [0, 16, 0, 0], 0.0).t()
+
+    text = assert_moves(f, (64, 64), (24, 48), wire="uint8")
+    assert "constant_pad_nd: u8[96,64] = constant_pad_nd(wait_tensor_1, [0, 16, 0, 0], 0)" in text
+    assert text.count("u8]") == 0 and text.count(", u8)") == 1 and text.count(", e4m3)") == 1
+
+
 def test_stays_when_copies_have_different_dtypes():
     def f(x):
         whole, copies = gather(x), []
@@ -1100,6 +1109,18 @@ def test_stays_with_a_scale_of_another_rounding():
         return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn)
 
     assert_stays_by_hand(("scale is not the amax of the gathered tensor", "scale"), f, (16, 64))
+
+
+def test_stays_when_a_piece_has_another_use():
+    """It would go on reading what one rank has sent."""
+
+    def f(x):
+        pieces = torch.split(gather(x), x.shape[0])
+        whole = torch.cat(pieces, 1)
+        scale = ops.scale(ops.amax(whole), dtype=torch.float8_e4m3fn)
+        return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn), pieces[1].sin()
+
+    assert_stays_by_hand(("no float8 matmul reads it", "split"), f, (16, 64))
 
 
 def test_stays_when_an_amax_has_another_use():
