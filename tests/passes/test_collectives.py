@@ -1346,6 +1346,18 @@ def symbolic(fn, *shapes):
     return make_fx(fn, tracing_mode="symbolic")(*(torch.zeros(*shape, dtype=bf16) for shape in shapes)).graph
 
 
+def test_stays_when_shards_of_dynamic_sizes_are_cut():
+    """What this rank drops is known for the size that was traced alone."""
+
+    def f(x):
+        whole = gather(x)[:90]
+        scale = ops.scale(ops.amax(whole), dtype=torch.float8_e4m3fn)
+        return ops.quantize(whole, scale, dtype=torch.float8_e4m3fn)
+
+    reason = ("the end of it is dropped, and may be more than padding", "")
+    assert_stays_by_hand(reason, f, (23, 64), trace=symbolic)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_moves_with_dynamic_sizes(dim):
     """The sizes of what is gathered are read, too: no element of it is."""

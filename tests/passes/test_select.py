@@ -312,6 +312,19 @@ def test_a_matrix_times_a_vector_stays():
     assert [(d.reason, d.m, d.n) for d in decisions] == [("matrix times vector", 1, 32)] * 2
 
 
+def test_an_operator_with_several_results_stays():
+    """What PyTorch's own attention takes without gradients; told by the first of them."""
+
+    def attention(x, qkv, b, out, c):
+        return torch.ops.aten._native_multi_head_attention(x, x, x, 32, 4, qkv, b, out, c)[0]
+
+    shapes = (2, 16, 32), (96, 32), (96,), (32, 32), (32,)
+    graph = make_fx(attention)(*(randn(*shape, grad=False) for shape in shapes)).graph
+    options = f8fx.Options.parse({"select": "all"})
+    (decision,) = Pipeline(options.recipe, options.policy())(graph).decisions
+    assert (decision.reason, decision.m, decision.k, decision.n) == ("inside a fused operator", 16, 32, 32)
+
+
 class Gram(torch.autograd.Function):
     """Its gradient is no matmul of a layer: gradients are multiplied with each other, and with a constant."""
 
