@@ -74,9 +74,9 @@ def _check_node(node: fx.Node, where: str) -> None:
         raise CheckError(f"{where}: no fake value")
     if node.target in _SYNCHRONISING:
         raise CheckError(f"{where}: makes the host wait for the device")
-    _check_value(node, where)
-    if node.target in FLOAT8_MATMULS:
+    if node.target in FLOAT8_MATMULS:  # first: torch's own error would not say which pass it was
         _check_scaled_mm(node, where)
+    _check_value(node, where)
 
 
 def _state(node: fx.Node) -> tuple[Any, ...]:

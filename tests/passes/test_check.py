@@ -96,7 +96,25 @@ def test_layout_of_the_gemm():
         right = node.args[1]
         node.replace_input_with(right, right.args[0])
 
-    assert "damage" in broken(damage)
+    assert "are not k-innermost" in broken(damage)
+
+
+def cast_before(graph, index, dtype):
+    """Gives the float8 gemm an operand or a scale of another dtype."""
+    gemm = first(graph, torch.ops.aten._scaled_mm.default)
+    operand = gemm.args[index]
+    with graph.inserting_before(gemm):
+        node = graph.call_function(torch.ops.prims.convert_element_type.default, (operand, dtype))
+    node.meta = {**operand.meta, "val": operand.meta["val"].to(dtype)}
+    gemm.update_arg(index, node)
+
+
+@pytest.mark.parametrize(
+    ("index", "dtype", "why"),
+    [(0, bf16, "operands are"), (1, bf16, "operands are"), (2, bf16, "a scale is"), (3, bf16, "a scale is")],
+)
+def test_dtypes_of_the_gemm(index, dtype, why):
+    assert why in broken(lambda graph: cast_before(graph, index, dtype))
 
 
 def test_host_synchronisation():
