@@ -135,7 +135,9 @@ def test_casts_shared_between_regions_are_not_saved(recipe, rowwise_scales):
 
 @every_recipe
 def test_selective_checkpointing_saves_the_matmuls_results_and_no_casts(recipe):
-    assert all("quantize" not in name and "amax" not in name for name in saved("selective", recipe))
+    names = saved("selective", recipe)
+    assert any("scaled_mm" in name for name in names), names
+    assert all("quantize" not in name and "amax" not in name for name in names)
 
 
 @every_recipe

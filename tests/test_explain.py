@@ -95,6 +95,7 @@ def test_select_all_converts_what_would_lose_and_says_so():
 def test_a_filtered_matmul_has_a_time_and_no_prediction():
     e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), filter_fqns=["down"])
     down = [row for row in e.rows if row.fqn == "down"]
+    assert len(down) == 3
     assert all(row.reason == "filtered" and row.share and row.speedup is None for row in down)
 
 
