@@ -23,7 +23,7 @@ from .graph_pass import GraphPass, PassError
 from .options import Options, as_passes
 from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
-from .passes.halves import ANYTHING, NOTHING, ReadsOther
+from .passes.halves import ANYTHING, NOTHING, Reads, ReadsOther
 from .passes.parameters import KnownInputs
 from .ranks import peers
 from .ranks.agreement import checked
@@ -40,6 +40,7 @@ from .torch_private import (
     inductor_cache_hits,
     inductor_config,
     joint_custom_pre_pass,
+    keep_out_of_packages,
     repeatable_backwards,
 )
 from .tuning import tuning
@@ -93,6 +94,7 @@ def compile_graph(
     """
     _warn_version()
     name_modules(gm)
+    keep_out_of_packages(gm)
     config = {**(patches or {}), **options.inductor}
     if compiles_ahead_of_time():
         options, config = ahead.settled(options, config)
@@ -118,6 +120,9 @@ def compile_graph(
                 return run(graph, example_inputs, graph_pass)
             return _run_with_weights(graph, example_inputs, options, config, graph_pass, run)
 
+    def finished(compiled: Callable[..., Any], reads: Reads) -> Callable[..., Any]:
+        return halves.saying(checked(compiled, graph_pass.confirmed, example_inputs), weights, reads)
+
     try:
         try:
             compiled = attempt(gm, keep_to_halves=bool(weights) and own_split)
@@ -138,12 +143,9 @@ def compile_graph(
         compiled = _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
         if options.weights != "dynamic" and weight_inputs.may_train(example_inputs):
             compiled = weight_inputs.noting_training(compiled)
-        return halves.saying(checked(compiled, graph_pass.confirmed, example_inputs), weights, ANYTHING)
+        return finished(compiled, ANYTHING)
     _publish(graph_pass, options)
-    compiled = checked(
-        inference_inputs.savable(compiled, example_inputs), graph_pass.confirmed, example_inputs
-    )
-    return halves.saying(compiled, weights, reads)
+    return finished(inference_inputs.savable(compiled, example_inputs), reads)
 
 
 def _run_with_weights(

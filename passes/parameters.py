@@ -161,7 +161,8 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             elif node.meta.get(_HELD):
                 found.held.add(node)
         elif node.op == "call_function":
-            sources = [source for source in node.all_input_nodes if source not in fixed]
+            inputs = [source for source in node.all_input_nodes if not _is_size(source)]
+            sources = [source for source in inputs if source not in fixed]
             if not sources:
                 if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
                     fixed.add(node)
@@ -170,12 +171,17 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             elif all(source in found.all for source in sources):
                 found.all.add(node)
                 contracting = contracts(node.target, custom=True)
-                is_plain = len(sources) == len(node.all_input_nodes)
+                is_plain = sources == inputs
                 if is_plain and not contracting and all(source in found.weights for source in sources):
                     found.weights.add(node)
             elif all(source in found.all or source in found.held for source in sources):
                 found.held.add(node)
     return found
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a value is a size, by which a parameter can be cut: ``w[:n]``."""
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def is_repeated(node: fx.Node) -> bool:

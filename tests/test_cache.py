@@ -447,3 +447,32 @@ def test_one_report_of_a_graph_and_its_regions_is_cached_if_all_are():
     assert GraphReport.merged(parts)[0].cached
     parts[1].cached = False
     assert not GraphReport.merged(parts)[0].cached
+
+
+#: Compiles a layer under the given backend and options, with Dynamo's own packages, and saves those.
+PACKAGED = """
+import json, sys, torch
+from torch import nn
+import f8fx
+from torch._dynamo.precompile_context import PrecompileContext
+torch._dynamo.config.caching_precompile = True
+torch.manual_seed(0)
+model, x = nn.Linear(32, 48, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+with torch.no_grad(), f8fx.recording() as reports:
+    y = torch.compile(model, fullgraph=True, **json.loads(sys.argv[1]))(x)
+    PrecompileContext.save_to_dynamo_cache()
+    print(json.dumps({"lines": [r.line() for r in reports], "equal": torch.equal(y, model(x))}))
+"""
+
+
+def test_a_package_of_dynamo_never_runs_with_other_options(tmp_path):
+    """They are found by the function alone (``torch._dynamo.config.caching_precompile``)."""
+
+    def run(**arguments):
+        printed = printed_by(PACKAGED, json.dumps(arguments), caches=tmp_path)
+        return json.loads(printed.splitlines()[-1])
+
+    for recipe in ("tensorwise", "rowwise"):
+        found = run(backend="f8fx", options={"select": "all", "strict": True, "recipe": recipe})
+        assert found == {"lines": [f"f8fx: 1 of 1 matmuls in float8 ({recipe})"], "equal": False}
+    assert run(backend="inductor") == {"lines": [], "equal": True}

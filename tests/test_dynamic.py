@@ -66,6 +66,40 @@ def test_a_feature_size_that_a_weight_fixes():
     }
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_weight_that_is_cut_to_a_size_is_a_weight(dynamic):
+    """Whichever side of the product it stands on: the recipe keeps its gradient in bf16."""
+    table = nn.Parameter(randn(64, 64, grad=False))
+
+    def f(h):
+        return table[: h.shape[0]] @ h.T
+
+    h, gradient = randn(32, 64), randn(32, 32, grad=False, seed=1)
+    with recording() as reports:
+        compiled(f, recipe="rowwise_with_gw_hp", dynamic=dynamic)(h).backward(gradient)
+    assert torch.equal(table.grad[:32], gradient @ h)
+    (report,) = reports
+    assert {decision.role: decision.converted for decision in report.decisions} == {
+        "output": True,
+        "grad_input": True,
+        "grad_weight": False,
+    }
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_weights_of_a_batch_that_are_cut_to_its_size(dynamic):
+    table = nn.Parameter(randn(4, 64, 32, grad=False))
+    with recording() as reports:
+        y = compiled(lambda x: torch.bmm(x, table[: x.shape[0]]), dynamic=dynamic)(
+            randn(2, 16, 64, grad=False)
+        )
+        y.sum().backward()
+    assert [(each.role, each.reason) for each in reports[0].decisions] == [
+        ("output", "batched matmul with a weight for each batch"),
+        ("grad_weight", "batched matmul with a weight for each batch"),
+    ]
+
+
 def test_dynamic_sequence_and_batch():
     f8 = compiled(linear(), dynamic=True)
     with recording() as reports:

@@ -114,6 +114,25 @@ def test_a_sign_of_change(served, asked, change):
     assert not asked
 
 
+def test_layers_that_share_a_graph(asked):
+    """Compiled one by one, as accelerate and TorchTitan do it."""
+    layers, x = nn.Sequential(*(Net() for _ in range(3))).requires_grad_(False), randn(16, 32, grad=False)
+    options = {"executor": "eager", "select": "all", "strict": True, "weights": "cached"}
+    for layer in layers:
+        layer.compile(backend="f8fx", options=options)
+    for _ in range(3):
+        layers(x)
+    asked.clear()
+    before = layers(x)
+    assert not asked
+    layers[1].second.weight.mul_(2)
+    assert not torch.equal(layers(x), before)
+    assert {id(parameter) for parameter in asked} == {id(layers[1].first.weight), id(layers[1].second.weight)}
+    asked.clear()
+    layers(x)
+    assert not asked
+
+
 def test_what_is_written_while_copies_are_made():
     """By another thread: it may be in them or not."""
     call, parameter, fetched = LastCall(), nn.Parameter(randn(4, 4, grad=False), requires_grad=False), []
@@ -175,11 +194,13 @@ def test_while_a_cuda_graph_is_captured(served, asked, casts, monkeypatch):
 def test_what_is_captured_into_a_cuda_graph_is_the_graphs(served, monkeypatch):
     """Its replays write there, whatever becomes of the copies that calls keep."""
 
+    model, f8, x = served
+
     def kept():
-        copies = [each for watch in WATCHES.values() for each in watch.copies.values()]
+        watches = [WATCHES[id(parameter)] for parameter in (model.first.weight, model.second.weight)]
+        copies = [each for watch in watches for each in watch.copies.values()]
         return [data for each in copies for data in each.tensors.values() if data.itemsize == 1]
 
-    model, f8, x = served
     before = [data.view(torch.uint8).clone() for data in kept()]
     for data in kept():
         data.view(torch.uint8).zero_()

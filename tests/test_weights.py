@@ -723,6 +723,40 @@ def test_a_frozen_model_minds_the_optimizer_of_one_on_its_memory(alias):
     assert not torch.equal(before, after) and torch.equal(after, uncached(served, x))
 
 
+def test_a_frozen_model_that_moves_onto_the_memory_of_one_in_training():
+    """Between two steps, and it is evaluated there, so that its copies are as its memory says."""
+    trained, served = Net(), Net().requires_grad_(False)
+    x = x16()
+    f8 = warm(served, x)
+    CHANGES["fused AdamW"](trained)
+    for mine, its in zip(served.parameters(), trained.parameters(), strict=True):
+        with torch.no_grad():
+            mine.set_(its.detach())
+    before = infer(f8, x)
+    CHANGES["fused AdamW"](trained)
+    after = infer(f8, x)
+    assert not torch.equal(before, after) and torch.equal(after, uncached(served, x))
+
+
+def test_an_optimizer_for_each_parameter_looks_for_its_own(monkeypatch):
+    """As they run in the backward: with hundreds of weights, none of their steps may look at all of them."""
+    model, x = Net(), x16()
+    warm(model, x)
+    memories, memory_of = [], weight_watch.memory_of
+
+    def asked(parameter):
+        memories.append(parameter)
+        return memory_of(parameter)
+
+    monkeypatch.setattr(weight_watch, "memory_of", asked)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD([parameter], lr=0.0) for parameter in parameters]
+    model(x).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert 2 * len(parameters) <= len(memories) <= 3 * len(parameters)
+
+
 def test_optimizers_of_sparse_and_lazy_parameters_are_let_be():
     model, x = Net(), x16()
     f8 = warm(model, x)

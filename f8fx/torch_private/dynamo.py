@@ -61,6 +61,15 @@ def unnoticed_by_dynamo(backend: Any) -> Iterator[None]:
                             )
 
 
+def keep_out_of_packages(gm: fx.GraphModule) -> None:
+    """Of a Dynamo graph about to be compiled: nothing is to be put into Dynamo's own packages (``caching_precompile``).
+
+    They are found by the function alone: with other options, or another backend, the same code would be run, and nobody told.
+    """
+    if torch._dynamo.config.caching_precompile:
+        gm._backend_id = None  # type: ignore[assignment]  # by which AOTAutograd records what a package is to hold
+
+
 def cause_of(error: BaseException) -> BaseException:
     """What stopped a trace: not Dynamo's report of it (``torch._dynamo.exc``), but what was raised, if anything was.
 

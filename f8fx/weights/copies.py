@@ -14,7 +14,7 @@ from f8fx.passes.reuse import CastFormat, ScaleFormat
 from f8fx.streams import Made, capturing
 from f8fx.torch_private import managed_by_fsdp
 
-from .watch import LOCK, Watch
+from .watch import LOCK, Watch, memories_changed
 
 Format = ScaleFormat | CastFormat
 
@@ -101,6 +101,7 @@ class Copies:
         if state is None or state != self.state:
             self.fresh.clear()
             self.served.clear()
+            memories_changed()
         if not self.fresh.issuperset(formats):
             with torch.inference_mode(False), torch.no_grad():
                 sources = [parameter.detach() for parameter in parameters]

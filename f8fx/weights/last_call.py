@@ -1,4 +1,4 @@
-"""What a graph was given at its last call, if nothing has changed since.
+"""What a graph was given at its last call with the same weights, if nothing has changed since.
 
 To ask each parameter for its state (:meth:`f8fx.weights.watch.Watch.state`) takes microseconds, and a model has hundreds
 of parameters: more than it takes a CUDA graph to replay a layer. So first it is seen whether there was a sign of change of
@@ -47,16 +47,17 @@ class _Signs(NamedTuple):
 
 
 class LastCall:
-    """The copies that one graph was given at its last call."""
+    """The copies that one graph was given at its last calls: one for each layer, where layers share a graph."""
 
     def __init__(self) -> None:
-        self._given: tuple[_Signs, list[Tensor]] | None = None
+        #: by the first parameter, which has gone if another has its id: and with it all that is here
+        self._given: dict[int, tuple[_Signs, list[Tensor]]] = {}
         with LOCK:
             LAST_CALLS.add(self)
 
     def forget(self) -> None:
         """Lets go of the copies."""
-        self._given = None
+        self._given = {}
 
     def tensors(
         self, parameters: Sequence[Tensor], fetch: Callable[[], tuple[list[Tensor], bool]]
@@ -66,15 +67,18 @@ class LastCall:
         Args:
             fetch: asks each parameter; gives the copies, and whether they last.
         """
-        given = self._given
+        first = id(parameters[0])
+        given = self._given.get(first)
         if given is not None and given[0].still(parameters):
             return given[1]
-        self._given = None
+        # in what there is now: if copies are dropped in the meantime, what is put there is not found again
+        kept = self._given
+        kept.pop(first, None)
         # those from before: what changes while the copies are made may be in them or not
         signs = None if any(parameter.is_inference() for parameter in parameters) else _signs(parameters)
         tensors, last = fetch()
         if last and signs is not None:
-            self._given = signs, tensors
+            kept[first] = signs, tensors
         return tensors
 
 

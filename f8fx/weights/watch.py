@@ -147,6 +147,7 @@ def watch_of(parameter: Tensor) -> Watch:
         watch = WATCHES.get(id(parameter))
         if watch is None or watch.reference() is not parameter:
             watch = WATCHES[id(parameter)] = Watch(parameter)
+            memories_changed()
             _SIGNALS.install()
     return watch
 
@@ -156,6 +157,7 @@ def _forget(key: int, watch: Watch | None) -> None:
     with LOCK:
         if watch is not None and WATCHES.get(key) is watch:
             del WATCHES[key]
+            memories_changed()
             watch.drop()
         if not WATCHES:
             _SIGNALS.uninstall()
@@ -197,17 +199,38 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     with LOCK:
         _STEPS += 1
         _next_sign()
-        watches = list(WATCHES.values())
-    # by memory: a frozen copy of a model may share that of the model in training
-    watched: dict[int | None, list[Watch]] = {}
-    for watch in watches:
-        watched.setdefault(memory_of(watch.reference()), []).append(watch)
-    watched.pop(None, None)
+        # by memory: a frozen copy of a model may share that of the model in training
+        watched = _by_memory()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad or parameter.grad is not None:  # else no optimizer writes to it
                 for watch in watched.get(memory_of(parameter), ()):
                     watch.changed()
+
+
+#: The watches by the memory of their parameters; ``None``: to be asked for. There may be an optimizer for each parameter.
+_WATCHED: dict[int | None, list[Watch]] | None = None
+
+
+def _by_memory() -> dict[int | None, list[Watch]]:
+    global _WATCHED
+    found = _WATCHED
+    if found is None:
+        found = {}
+        for watch in WATCHES.values():
+            found.setdefault(memory_of(watch.reference()), []).append(watch)
+        found.pop(None, None)
+        _WATCHED = found
+    return found
+
+
+def memories_changed() -> None:
+    """Notes that there is another parameter, or one less, or that copies were made of one, which may have moved before.
+
+    One that moves later need not be found by its memory: its state tells that the copies are old.
+    """
+    global _WATCHED
+    _WATCHED = None
 
 
 def memory_of(parameter: Tensor | None) -> int | None:
