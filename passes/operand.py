@@ -216,8 +216,6 @@ def trace(node: fx.Node) -> tuple[fx.Node, bool]:
             break
         shape = shape_of(current)
         expected = (columns, rows) if transposed else (rows, columns)
-        if len(shape) < 2:
-            continue
         units = (1,) * (len(shape) - 2)
         if is_same_shape(shape, units + expected):
             best, best_transposed = current, transposed

@@ -25,7 +25,7 @@ from f8fx.explanation.show import grouped
 from f8fx.report import Decision, GraphReport
 from f8fx.show import print_report
 from f8fx.torch_private.versions import release
-from tests.helpers import bf16, compiled
+from tests.helpers import bf16, compiled, randn
 
 
 class Mlp(nn.Module):
@@ -935,3 +935,30 @@ def test_bodies_of_higher_order_operators_are_counted_as_the_backend_counts_them
         e = f8fx.explain(model, x, select="all")
     found = [(row.fqn, row.role, row.converted, row.reason) for row in e.rows]
     assert found == [(d.fqn, d.role, d.converted, d.reason) for r in reports for d in r.decisions] and found
+
+
+@pytest.mark.filterwarnings("ignore:f8fx. a weight is not cached")
+def test_weights_that_are_not_kept_are_not_said_to_be():
+    """A slice of a larger tensor, one made in inference mode, one that is shared with other processes."""
+    flat = randn(64 * 32 + 1, grad=False)
+    with torch.inference_mode():
+        inference = nn.Parameter(torch.randn(64, 32).to(bf16), requires_grad=False)
+    weights = [
+        nn.Parameter(flat[1:].view(64, 32), requires_grad=False),
+        inference,
+        nn.Parameter(randn(64, 32, grad=False), requires_grad=False).share_memory_(),
+        nn.Parameter(randn(64, 32, grad=False), requires_grad=False),
+    ]
+
+    def f(x):
+        return sum(F.linear(x, weight).sin() for weight in weights)
+
+    x, options = randn(16, 32, grad=False), {"select": "all", "weights": "cached", "merge": "never"}
+    with f8fx.recording() as reports, torch.no_grad():
+        compiled(f, **options)(x)
+    told = f8fx.explain(f, x, **options)
+    assert (
+        [report.reused_weights for report in told.graphs]
+        == [1]
+        == [report.reused_weights for report in reports]
+    )

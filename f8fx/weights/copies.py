@@ -12,15 +12,21 @@ from f8fx import ops
 from f8fx.kernels.grouped import below_each_other
 from f8fx.passes.reuse import CastFormat, ScaleFormat
 from f8fx.streams import Made, capturing
-from f8fx.torch_private import managed_by_fsdp
+from f8fx.torch_private import is_fake, managed_by_fsdp
 
 from .watch import LOCK, Watch, memories_changed
 
 Format = ScaleFormat | CastFormat
 
 
+#: The attribute of a fake parameter that says what :func:`refusal` says of the one it stands for.
+REFUSAL = "_f8fx_refusal"
+
+
 def refusal(parameter: Tensor) -> str | None:
     """Why writes to a parameter cannot be noticed, so that it must be cast at each call; else ``None``."""
+    if is_fake(parameter):
+        return vars(parameter).get(REFUSAL)
     if parameter.is_inference():
         return "it was made under torch.inference_mode, where PyTorch counts no changes"
     if managed_by_fsdp(parameter):

@@ -44,11 +44,10 @@ def candidates(
             continue
         if frozen and value.requires_grad:
             continue
-        if type(value) is nn.Parameter:  # not a fake one, and no subclass with a layout of its own
-            if reason := refusal(value):
-                _say_refused(reason)
-                continue
-        elif not is_fake(value):
+        if type(value) is not nn.Parameter and not is_fake(value):  # a subclass, with a layout of its own
+            continue
+        if reason := refusal(value):
+            _say_refused(reason)
             continue
         if all(isinstance(size, int) for size in value.shape):
             found.append(Weight(position, tuple(value.shape), value.dtype))
