@@ -8,7 +8,9 @@ import re
 import resource
 import threading
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,12 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 import f8fx
+from f8fx import hardware
 from f8fx.demo.model import Decoder, DecoderBlock, DecoderConfig
 from f8fx.explanation import ExplainError, Explanation, Row
 from f8fx.explanation.show import grouped
-from f8fx.report import Decision, GraphReport
+from f8fx.passes.worth import cost_model
+from f8fx.report import Decision, GemmInfo, GraphReport
 from f8fx.show import print_report
 from f8fx.torch_private.versions import release
 from tests.helpers import bf16, compiled, randn
@@ -165,16 +169,25 @@ def test_attention_is_traced_as_the_target_runs_it():
     assert masked.training and not masked.rows
 
 
-def test_autocast_for_cuda_is_explained_on_a_machine_without():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_autocast_for_cuda_is_explained_on_a_machine_without(dtype: torch.dtype | None):
+    """In the dtype that is asked for, or CUDA's own."""
+    seen = set[torch.dtype]()
+
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", dtype):
             return x @ weight
+
+    def filter_fn(fqn: str, gemm: GemmInfo) -> bool:
+        seen.add(gemm.dtype)
+        return True
 
     weight = torch.empty(2048, 4096, requires_grad=True, device="meta")
     with torch.device("meta"):
         x = torch.empty(16384, 2048)
-    e = f8fx.explain(forward, x, weight)
+    e = f8fx.explain(forward, x, weight, filter_fn=filter_fn)
     assert e.rows[0].converted, e.rows[0]
+    assert seen == {dtype or torch.float16}
 
 
 def test_checkpointed_regions_are_traced_as_on_the_target():
@@ -202,6 +215,14 @@ def test_checkpointed_regions_are_traced_as_on_the_target():
 
 
 # -- numbers --------------------------------------------------------------------------------------
+
+
+def test_a_batched_matmul_takes_the_time_of_all_its_members():
+    model = cost_model(hardware.find("h100"), None)
+    for batch in (2, 16):
+        (row,) = f8fx.explain(lambda x: x @ x, meta_input(batch, 4096, 4096)).rows
+        assert not row.converted
+        assert row.high_seconds == model.gemm_seconds(batch * 4096, 4096, 4096, float8=False)
 
 
 def test_saved_bytes_by_hand():
@@ -310,6 +331,23 @@ def test_functions_and_what_they_close_over():
     e = f8fx.explain(lambda x, scale: model(x) * scale, meta_input(16384, 2048), 2.0)
     assert [row.fqn for row in e.rows[:2]] == ["up", "down"] and e.converted == 5
     assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_functions_that_call_themselves_and_variables_without_a_value():
+    def built(again: bool):
+        layer = meta_mlp()
+        if again:
+            other = meta_mlp()
+
+        def model(x: Tensor, depth: int = 1) -> Tensor:
+            x = other(x) if again and not depth else layer(x)
+            return model(x, depth - 1) if depth else x
+
+        return model
+
+    for again in (False, True):
+        e = f8fx.explain(built(again), meta_input(16384, 2048))
+        assert e.converted == e.total == 2 * 5 + 1
 
 
 def test_a_compiled_model_is_explained_from_its_source():
@@ -588,6 +626,40 @@ def test_functions_that_a_module_holds_are_copied_with_it():
         with torch.device("meta"):
             on_meta = change(Remembering().bfloat16())
         assert f8fx.explain(on_meta, x.to("meta"), select="all").converted == e.converted
+
+
+class Calls:
+    """An object that holds a function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("within", ["partial", "object", "list", "default", "keyword"])
+def test_functions_are_copied_with_what_they_close_over_wherever_they_are(within: str):
+    model, x = Remembering().bfloat16(), torch.randn(32, 64, dtype=torch.bfloat16)
+
+    def one(x: Tensor) -> Tensor:
+        return model(x)
+
+    ones = [one]
+
+    def by_name(x: Tensor, *, inner: Callable[..., Tensor] = one) -> Tensor:
+        return inner(x)
+
+    function = {
+        "partial": partial(one),
+        "object": Calls(one),
+        "list": lambda x: ones[0](x),
+        "default": lambda x, inner=model: inner(x),
+        "keyword": by_name,
+    }[within]
+    e = f8fx.explain(function, x, select="all")
+    assert e.converted == e.total > 0
+    assert model.last is None and model.bn.num_batches_tracked == 0
 
 
 def test_a_method_that_was_compiled_where_it_is_defined():

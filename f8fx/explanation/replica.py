@@ -32,6 +32,7 @@ class Replica:
     def __init__(self, mode: Any, everything: Any) -> None:
         self.mode = mode
         self.memo: dict[int, Any] = {}
+        self.functions: dict[types.FunctionType, types.FunctionType] = {}
         devices = (leaf.device for leaf in _tensors(everything))
         # a model on "meta" is explained on the device of its inputs, by default the CPU
         self.device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
@@ -40,17 +41,23 @@ class Replica:
         """A function whose code object is its own: Dynamo keeps what it learns there."""
         function = uncompiled(function)
         if isinstance(function, types.FunctionType):
-            cells = tuple(
-                types.CellType(self._of_cell(cell.cell_contents)) for cell in function.__closure__ or ()
-            )
+            if function in self.functions:  # it calls itself
+                return self.functions[function]
+            cells = tuple(types.CellType() for _ in function.__closure__ or ())
             copied = types.FunctionType(
                 function.__code__.replace(),
                 function.__globals__,
                 function.__name__,
-                function.__defaults__,
+                None,
                 cells,
             )
-            copied.__kwdefaults__ = function.__kwdefaults__  # pyright: ignore[reportAttributeAccessIssue]
+            self.functions[function] = copied
+            defaults, by_name = function.__defaults__, function.__kwdefaults__
+            copied.__defaults__ = defaults and tuple(map(self._of_cell, defaults))
+            copied.__kwdefaults__ = by_name and {name: self._of_cell(each) for name, each in by_name.items()}  # pyright: ignore[reportAttributeAccessIssue]
+            for cell, given in zip(cells, function.__closure__ or (), strict=True):
+                for content in _contents(given):
+                    cell.cell_contents = self._of_cell(content)
             return copied
         copied = self._deepcopy(function)
 
@@ -80,6 +87,8 @@ class Replica:
                 self._fake(leaf)
             elif isinstance(leaf, _SHARED):
                 self.memo[id(leaf)] = leaf
+            elif uncompiled(leaf) is leaf and _tensors(leaf):
+                self.memo[id(leaf)] = self.of_callable(leaf)  # Python copies no function
         is_known = id(value) in self.memo
         try:
             copied = copy.deepcopy(value, self.memo)
@@ -100,6 +109,8 @@ class Replica:
                 self._copy_functions(held)
             elif isinstance(held, types.FunctionType):
                 inner = uncompiled(held)
+                if inner in self.functions.values():
+                    continue
                 if isinstance(inner, types.MethodType):
                     owner = self.memo.get(id(inner.__self__), inner.__self__)
                     holder[name] = types.MethodType(inner.__func__, owner)
@@ -148,12 +159,20 @@ _SHARED: tuple[type, ...] = (
 )
 
 
+def _contents(cell: types.CellType) -> list[Any]:
+    """What a function closes over; nothing, where the variable has no value (yet)."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Every tensor, and what is shared, in a nest of containers, modules, functions and other objects (their attributes)."""
+    """Every tensor and function, and what is shared, in a nest of containers, modules, functions and other objects (their attributes)."""
     found: list[Any] = []
     seen: set[int] = set()
 
@@ -168,8 +187,10 @@ def _leaves(value: Any) -> list[Any]:
             elif isinstance(leaf, functools.partial):
                 visit([leaf.func, leaf.args, leaf.keywords])
             elif isinstance(leaf, types.FunctionType):
+                found.append(leaf)
                 seen.add(id(leaf))
-                visit([cell.cell_contents for cell in leaf.__closure__ or ()])
+                visit([content for cell in leaf.__closure__ or () for content in _contents(cell)])
+                visit([leaf.__defaults__, leaf.__kwdefaults__])
             elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, types.ModuleType)):
                 seen.add(id(leaf))
                 visit(dict(vars(leaf)))
