@@ -98,7 +98,7 @@ def compile_graph(
     config = {**(patches or {}), **options.inductor}
     if compiles_ahead_of_time():
         options, config = ahead.settled(options, config)
-    compile_fx = compile_fx or compile_fx_module().compile_fx
+    compile_fx = compile_fx or _entry()
     if options.executor == "inductor":
         # last: what was found to be wrong is not asked for, not even by the user
         config = {**config, **canary.ensure(devices_of(example_inputs), compile_fx)}
@@ -146,6 +146,14 @@ def compile_graph(
         return finished(compiled, ANYTHING)
     _publish(graph_pass, options)
     return finished(inference_inputs.savable(compiled, example_inputs), reads)
+
+
+def _entry() -> CompileFx:
+    """Inductor's entry, without what is installed over it (:mod:`f8fx.installation`): its options are not this graph's."""
+    entry = compile_fx_module().compile_fx
+    while (installation := getattr(entry, "installation", None)) is not None:
+        entry = installation.replaced
+    return entry
 
 
 def _run_with_weights(

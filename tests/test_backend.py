@@ -554,6 +554,24 @@ def test_an_explicit_backend_is_not_rewritten_again_by_an_installed_one():
     assert all(d.fqn == "first" for d in reports[0].decisions if d.converted)
 
 
+@pytest.mark.slow
+def test_an_explicit_backend_that_fails_does_without_what_is_installed(monkeypatch, uncached):
+    def explode(self, graph, conversions):
+        if conversions[0].spec.is_rowwise:
+            raise Boom
+        return _REWRITE(self, graph, conversions)
+
+    monkeypatch.setattr("f8fx.passes.quantize.Quantize.__call__", explode)
+    model, x = Net(), randn(16, 32, grad=False)
+    with (
+        f8fx.installed(select="all"),
+        recording() as reports,
+        pytest.warns(UserWarning, match="without float8"),
+    ):
+        compiled(model, strict=False, recipe="rowwise", executor="inductor")(x)
+    assert [report.converted for report in reports] == [0] and "Boom" in reports[0].line()
+
+
 def test_a_filter_function_that_raises_is_the_users_error():
     def broken(fqn, gemm):
         return gemm.colour
