@@ -9,12 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 
+from f8fx.cache import CacheKey
+from f8fx.graph_pass import GraphPass, PassError
 from f8fx.ranks import agreement, ledger, peers
 from f8fx.ranks.agreement import _Graph, checked, confirm
 from f8fx.ranks.ledger import RankDisagreement, others_known
@@ -289,6 +293,31 @@ def test_graphs_whose_gathers_are_left_as_they_are_are_not_compared(ranks, calls
         assert ranks(*[sending(*sends, timeout=LONG)] * 3) == [None] * 3
     run = checked(lambda x: x + 1, leaving().traffic, [torch.ones(1)])
     assert ranks(Calling(run)) == [2] and not asked
+
+
+class Failing(Sending):
+    """A rank whose passes fail."""
+
+    def __call__(self):
+        def passes(graph):
+            raise KeyError
+
+        passes.collectives = SimpleNamespace(wire="auto")  # type: ignore[attr-defined]
+        with pytest.raises(PassError):
+            GraphPass(passes, CacheKey(None, ""))(fx.Graph())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_ranks_whose_passes_fail_tell_the_others(ranks, monkeypatch, failing):
+    """Their graph can run as it was, if it does on all of them."""
+    traffic = sending(*MOVED).traffic
+    monkeypatch.setattr("f8fx.graph_pass.traffic", lambda *_: traffic)
+    found = ranks(*[Failing(traffic, LONG, 0.0)] * failing, *[sending(*MOVED, timeout=LONG)] * (3 - failing))
+    if failing == 3:
+        assert found == [None] * 3
+    else:
+        assert [type(error) for error in found] == [RankDisagreement] * 3
+        assert "'as without f8fx' on rank 0" in str(found[1])
 
 
 def test_groups_do_not_wait_for_each_other(ranks):

@@ -438,8 +438,10 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path):
         store_json(path, {"a": object()})
     (tmp_path / "file").write_text("")
     store_json(tmp_path / "file" / "record.json", {"a": 2})  # no folder can be made there, which is no error
+    (tmp_path / "f8fx" / "folder").mkdir()
+    store_json(tmp_path / "f8fx" / "folder", {"a": 2})  # it cannot take the place of one
     assert json.loads(path.read_text()) == {"a": 1}
-    assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+    assert {file.name for file in path.parent.iterdir()} == {"record.json", "folder"}
 
 
 def test_one_report_of_a_graph_and_its_regions_is_cached_if_all_are():

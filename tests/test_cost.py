@@ -413,6 +413,10 @@ def test_padding() -> None:
     threshold = H100.threshold(4096, 4096, hybrid)
     assert threshold is not None
     assert H100.pad_pays(threshold + 15, 4096, 4096, hybrid)
+    forward: list[Role] = ["output"]
+    threshold = H100.threshold(4096, 4096, recipe, forward)
+    assert threshold is not None
+    assert H100.pad_pays(threshold + 15, 4096, 4096, recipe, forward)
 
 
 # --- plan()
