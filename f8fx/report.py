@@ -45,7 +45,7 @@ class Decision:
     Attributes:
         fqn: the module whose forward called it, "" where none did.
         role: ``output``, ``grad_input`` or ``grad_weight``.
-        m, k, n: sizes of ``[m, k] @ [k, n]``; a string such as ``"s77"`` where dynamic, "?" unknown.
+        m, k, n: sizes of ``[m, k] @ [k, n]``; a string such as ``"s77"`` where dynamic.
         converted: whether it runs in float8.
         reason: why, in a few words that recur and can be counted.
         detail: the same with numbers, or "".

@@ -92,6 +92,4 @@ def decision(choice: Choice) -> Decision:
 
 
 def _plain(size: Size) -> int | str:
-    if isinstance(size, int):
-        return size if size >= 0 else "?"
-    return str(size)
+    return size if isinstance(size, int) else str(size)

@@ -97,7 +97,7 @@ class Worth:
             return choice
         gemm = choice.gemm
         sizes = [size_hint(size) for size in (gemm.m, gemm.k, gemm.n)]
-        if any(size is None or size < 0 for size in sizes):
+        if None in sizes:
             return choice
         m, k, n = (int(size or 0) for size in sizes)
         value = gemm.node.meta["val"]

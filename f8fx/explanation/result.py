@@ -26,7 +26,7 @@ class Row:
         graph: index of the graph it is in; more than one where the graph breaks.
         fqn: the module whose forward called it, "" where none did.
         role: ``output``, ``grad_input`` or ``grad_weight``.
-        m, k, n: sizes of ``[m, k] @ [k, n]``; a string such as ``"s77"`` where dynamic, "?" unknown.
+        m, k, n: sizes of ``[m, k] @ [k, n]``; a string such as ``"s77"`` where dynamic.
         converted: whether it would run in float8.
         reason, detail: why.
         speedup: predicted seconds as it is over those in float8, its share of the casts included; also of a
