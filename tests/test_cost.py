@@ -408,6 +408,10 @@ def test_padding() -> None:
     recipe = Recipe.named("tensorwise")
     assert H100.pad_pays(16384, 8192, 8190, recipe)
     assert not H100.pad_pays(2048, 2046, 2046, recipe)
+    threshold = H100.threshold(4096, 4096, recipe)
+    assert threshold is not None
+    assert H100.pad_pays(threshold, 4096, 4096, recipe)
+    assert not H100.pad_pays(threshold + 15, 4096, 4096, recipe)
     # An odd M needs padding only for grad_weight, so without it float8 pays from its threshold on.
     hybrid = Recipe.named("rowwise_with_gw_hp")
     threshold = H100.threshold(4096, 4096, hybrid)

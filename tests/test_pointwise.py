@@ -276,6 +276,15 @@ def test_a_number_in_the_memory_of_the_cpu_is_no_input():
             _Writer((4, 4), torch.device("cuda", 0))._load("number", sympy.Integer(0))
 
 
+@pytest.mark.parametrize("value", [True, sympy.Symbol("s0")], ids=str)
+def test_a_constant_is_a_number(value):
+    """Neither a condition nor a size that is known only at run time."""
+    writer = _Writer((4, 4), torch.device("cpu"))
+    assert writer("constant", 2, torch.float32) == "2.0"
+    with pytest.raises(_Unsupported):
+        writer("constant", value, torch.float32)
+
+
 def test_columns_far_apart_are_counted_in_64_bits():
     """Of a transposed input a column is a row of memory: two billion elements are 32 bits' worth."""
     writer = _Writer((1 << 14, 1 << 18), torch.device("cpu"))

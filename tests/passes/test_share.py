@@ -30,6 +30,14 @@ def weights(n=3, grad=True):
     return [randn(48, 32, seed=seed + 1, grad=grad) for seed in range(n)]
 
 
+@pytest.mark.parametrize("save", ["lean", "fast"])
+def test_both_layouts_of_weights_that_stand_side_by_side_are_made_at_once_if_asked_for(save):
+    layers = [randn(128, 128, seed=seed) for seed in (1, 2, 3)]
+    text = graph_after(qkv, randn(64, 128), *layers, target="h100", save=save)
+    assert text.count("f8fx.concat([primals_2, primals_3, primals_4], 0)") == 1
+    assert ("f8fx.quantize_both(concat, " in text) == (save == "fast")
+
+
 def test_one_amax_and_scale_for_each_tensor_forward_and_backward():
     # input, three weights, three output gradients (that of a sum is one tensor with that of its term)
     found = count(qkv, randn(16, 32), *weights())
