@@ -14,6 +14,7 @@
    6     collectives casts move above all-gathers, so that float8 travels
    6a    amaxes      the amax of a tensor comes from its rows' or columns' amaxes, where that spares a read
    6b    materialize residual sums, and gradients of norms over heads or out of RoPE, are written once
+   6c    rounding    operands that are not written and that others read, too, have the digits that memory would hold
    7     tags        what activation checkpointing may recompute
    7b    one_read    row cast and column amaxes of a tensor in memory by one kernel of our own
   7c    amax_both   amaxes of rows and columns, and sums of columns, of a tensor that is not in memory by another
@@ -59,6 +60,7 @@ from .one_read import OneRead
 from .parameters import constants as constant_parameters
 from .quantize import DeviceScales, Quantize
 from .reuse import Reuse, WeightInputs
+from .rounding import Rounding
 from .rowwise import ScalesOf, best_rowwise_scales, rowwise_scales_on
 from .select import FilterError, Policy, Select
 from .share import Share
@@ -79,6 +81,7 @@ __all__ = [
     "Policy",
     "Quantize",
     "Reuse",
+    "Rounding",
     "Select",
     "Share",
     "Tags",
@@ -154,6 +157,7 @@ class Pipeline:
         self.collectives = Collectives(wire)
         self.amaxes = Amaxes()
         self.materialize = Materialize()
+        self.rounding = Rounding()
         self.tags = Tags()
         self.one_read = OneRead(kernels)
         self.amax_both = AmaxBoth(kernels)
@@ -197,6 +201,7 @@ class Pipeline:
             report.gathers = run("collectives", self.collectives, graph)
             run("amaxes", self.amaxes, graph)
             run("materialize", self.materialize, graph)
+            run("rounding", self.rounding, graph)
             run("tags", self.tags, graph)
             run("one_read", self.one_read, graph)
             run("amax_both", self.amax_both, graph)

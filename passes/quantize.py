@@ -40,7 +40,7 @@ from .experts import offsets_of
 from .gemm import Gemm, Operand
 from .operand import shape_of
 from .rewrite import Inserter, Provenance, take_over
-from .rounding import as_written, round_operands
+from .rounding import as_written
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -82,7 +82,7 @@ class Quantize:
         self.rowwise_scales = rowwise_scales
 
     def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> None:
-        results = round_operands(graph, [conversion.gemm for conversion in conversions])
+        results: dict[fx.Node, fx.Node] = {}
         for conversion in conversions:
             conversion = reading(conversion, results)
             gemm = conversion.gemm

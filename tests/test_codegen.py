@@ -609,7 +609,7 @@ class TestBlock(TestCase):
  235.0 MB  triton_add_convert_element_type_erf_exp_mul_quantize_quantize_both_rounded_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_rounded_sub_sum_view
   50.3 MB  triton__scaled_dot_product_flash_attention_backward_mul_permute_sigmoid_view
-  69.2 MB  triton_add_cat_convert_element_type_mul_neg_permute_rounded_slice
+  69.2 MB  triton_add_cat_convert_element_type_mul_neg_permute_slice
  101.8 MB  triton_computed_amaxes_kernel
  176.2 MB  triton_mul_permute_quantize_quantize_both_sigmoid_squeeze_view
   67.1 MB  triton_add_convert_element_type_div_mul_sub_sum_view

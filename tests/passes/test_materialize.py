@@ -110,7 +110,7 @@ def test_what_the_gradient_of_experts_weights_reads():
     text = graph_after(grouped, *inputs, recipe="rowwise", experts="convert")
     (marked,) = (line for line in text.splitlines() if "f8fx.materialize(" in line)
     name, _, source = marked.partition(":")
-    assert source.startswith(" bf16[16,32] = f8fx.materialize(rounded")
+    assert source.startswith(" bf16[16,32] = f8fx.materialize(mul")
     assert f"f8fx.amax({name}, 1)" in text and re.search(rf"permute\({name}, ", text)
 
 

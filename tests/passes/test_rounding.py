@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from expecttest import TestCase
 
 import f8fx
+from f8fx import ops
 from tests.helpers import compiled, graph_after, randn
 
 M, K, N = 48, 64, 32
+e4m3 = torch.float8_e4m3fn
 
 
 def weights(*rows, k):
@@ -157,6 +159,51 @@ def test_an_operand_that_something_else_reads(after):
         return F.linear(h, w).sum() + after(h)
 
     assert rounded(f, randn(M, K), *weights(N, k=K)) == ["f8fx.rounded(tanh)"]
+
+
+def test_a_weight_that_was_gathered_in_float8_is_read_as_it_was():
+    """Its float8 data, though something else reads it, too: it is not cast anew."""
+    weight = randn(N, K, grad=False)
+    scale = ops.scale(ops.amax(weight), dtype=e4m3)
+
+    def f(x, data, scale):
+        w = ops.dequantize(data, scale, dtype=torch.bfloat16)
+        return F.linear(x, w).sum() + w.float().square().mean()
+
+    text = graph_after(f, randn(M, K), ops.quantize(weight, scale, dtype=e4m3), scale)
+    assert "f8fx.rounded" not in text
+    assert not any(
+        "f8fx.quantize" in line and line.partition(":")[2].startswith(f" e4m3[{N},{K}]")
+        for line in text.splitlines()
+    )
+
+
+def test_a_residual_sum_is_written_once():
+    def f(x, a, up, down):
+        h = x + F.linear(torch.tanh(x), a)
+        return h + F.linear(F.gelu(F.linear(h, up)), down)
+
+    text = graph_after(f, randn(M, K), *weights(K, N, k=K), *weights(K, k=N))
+    assert text.count("f8fx.materialize(add)") == 1
+    assert "f8fx.rounded(add" not in text
+
+
+@torch.library.custom_op("f8fx_tests::attention", mutates_args=())
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@attention.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_what_somebody_elses_kernel_writes_is_in_memory():
+    def f(x, w):
+        h = attention(x)
+        return F.linear(h, w), h.sin()
+
+    assert not rounded(f, randn(M, K, grad=False), *weights(N, k=K))
 
 
 def test_an_operand_that_only_matmuls_read_is_not_rounded():
