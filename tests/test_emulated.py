@@ -288,6 +288,53 @@ def test_rows_whose_number_is_known_only_at_run_time(recipe, rows, tmp_path):
                 assert a == b
 
 
+def assert_computed(found: list[tuple[Case, list[Tensor]]], folder: Path) -> None:
+    """The code of both halves gives what they should return, but for last bits of what the device's library computes."""
+    for results, (_, want) in zip(run([case for case, _ in found], folder), found, strict=True):
+        assert isinstance(results, list), results
+        for index, (a, b) in enumerate(zip(results, want, strict=True)):
+            ratio = sqnr(b, a)
+            assert differing(a, b) <= 0.002 or ratio > 45, (index, tuple(b.shape), differing(a, b), ratio)
+
+
+class Norms(nn.Module):
+    """Gradients of a norm's rows, and of its weights, which are sums of columns."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_rows_and_columns_that_one_kernel_of_inductor_reduces(recipe, tmp_path):
+    """Of tall tensors; here of all, or the interpreter would take minutes. The last program has fewer rows than the others."""
+    torch.manual_seed(0)
+    x = torch.randn(150, 64, dtype=bf16, requires_grad=True)
+    at_any_size = {"triton.mix_order_reduction_non_strict_mode": True}
+    with torch._inductor.config.patch(at_any_size):
+        found = halves(Norms(64, 96).to(bf16), x, precise=True, recipe=recipe)
+    _, (backward, _) = found
+    assert "RSPLIT_SIZE" in backward.code
+    assert_computed(found, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recipe", "dim", "hidden"), [("tensorwise", 2112, 32), ("rowwise", 2112, 32), ("rowwise", 32, 2112)]
+)
+def test_rows_that_no_block_holds(recipe, dim, hidden, tmp_path):
+    """They are reduced in a loop whose last turn is cut off. (Of 2112 elements Inductor pads no row.)"""
+    torch.manual_seed(0)
+    x = torch.randn(3, dim, dtype=bf16, requires_grad=True)
+    found = halves(Norms(dim, hidden).to(bf16), x, precise=True, recipe=recipe)
+    assert any("for r0_offset in " in case.code for case, _ in found)
+    assert_computed(found, tmp_path)
+
+
 class Largest(nn.Module):
     """A result and an operand by their largest elements, which a kernel of their own finds."""
 
