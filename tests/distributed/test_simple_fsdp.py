@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from f8fx import explain, graph_pass, ops, recording
@@ -425,7 +426,28 @@ def hybrid():
     assert len(traffic.ranks) == 2 and any("all_reduce" in send for send in traffic.sends), traffic
 
 
-FOUR = with_long((hybrid,), rows_over_four)
+def uneven_over_two_dimensions():
+    """DTensor pads what the inner gather gives on some ranks alone, up to torch 2.13: all leave it, or none does."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for recipe, (shape, placements) in itertools.product(
+        ("rowwise", "tensorwise"), [((48, 33), [Shard(1), Shard(0)]), ((33, 32), [Shard(0), Shard(0)])]
+    ):
+        weight = distribute_tensor(randn(*shape, grad=False), mesh, placements).requires_grad_()
+
+        def layer(x, weight=weight):
+            whole = weight.redistribute(placements=[Replicate()] * 2)
+            return x @ whole.to_local(grad_placements=[Partial("avg")] * 2).t()
+
+        x, results = randn(16, shape[1], grad=False), []
+        for wire in ("off", "auto"):
+            y = compiled(layer, recipe=recipe, wire=wire)(x)
+            y.sum().backward()
+            results.append((y, weight.grad.to_local()))
+            weight.grad = None
+        assert all(map(torch.equal, *results)), (recipe, shape)
+
+
+FOUR = with_long((hybrid, uneven_over_two_dimensions), rows_over_four)
 outcome_of_four = outcome_fixture(4, FOUR)
 
 

@@ -116,6 +116,24 @@ def layer(x, w, tangents):
     return x @ w.t(), tangents @ w, tangents.t() @ x
 
 
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [("tensorwise", "moved"), ("rowwise", "uneven over two dimensions of a mesh, with rowwise scales")],
+)
+def test_shards_that_are_gathered_themselves_and_uneven(recipe, reason):
+    """On a rank of the last shards the same gather is padded in between, and that one decides alike."""
+
+    def f(x, w):
+        return x @ gather(gather(w))[:45].t()
+
+    def padded(x, w):
+        return x @ gather(torch.nn.functional.pad(gather(w)[:11], (0, 0, 0, 1)))[:45].t()
+
+    for function in (f, padded):
+        _, report = rewritten(function, (16, 64), (3, 64), recipe=recipe)
+        assert report.gathers[-1].reason == reason, report.gathers
+
+
 def side_by_side(x, dim):
     """A tensor gathered along a dimension that is not the first."""
     return torch.cat(torch.split(gather(x), x.shape[0]), dim)
