@@ -1,4 +1,4 @@
-"""Inductor options that rewritten graphs are compiled with, unless the user sets them.
+"""Inductor options that rewritten graphs are compiled with, unless the user gives them with the compile.
 
 They come into force before the first node of a graph with one of our operators is lowered; a graph in which nothing was
 converted is compiled as by plain Inductor. Only on GPUs; options that the running torch does not have are left out.
