@@ -88,8 +88,8 @@ def plan(model: CostModel, gemms: Sequence[PlannedGemm], drop: bool = True) -> l
     nothing changes. A layer that gains less than the model's margin (``Calibration.margin``) counts as one that loses.
 
     An even split is a fair start and may drop too much: k and v lose by their third of the input's cast, which
-    is made for q all the same. So in the end what was dropped comes back where it pays for the casts that
-    nobody else makes, and only those are counted for it.
+    is made for q all the same. So in the end what was dropped comes back, all of a layer's roles together, where it pays for the
+    casts that nobody else makes, and only those are counted for it.
 
     Args:
         drop: whether to drop anything; if not, the verdicts say what everything converted costs.
