@@ -50,6 +50,7 @@ PASSES = (
     "collectives",
     "amaxes",
     "materialize",
+    "rounding",
     "tags",
     "one_read",
     "amax_both",

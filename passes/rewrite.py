@@ -102,6 +102,7 @@ def insert_behind(
     own = {key: behind.meta[key] for key in ("val", "f8fx")}
     behind.meta = {key: node.meta[key] for key in node.meta if key != "unbacked_bindings"} | own
     node.replace_all_uses_with(behind, lambda user: user is not behind)
+    refresh_views(behind)  # they lie in its memory now
     return behind
 
 
