@@ -311,7 +311,7 @@ class TestKernels(TestCase):
   1007 MB  extern_kernels._scaled_grouped_mm
   1410 MB  triton__scaled_grouped_mm_amax_permute_quantize_reciprocal_scale_view
   1007 MB  extern_kernels._scaled_grouped_mm
-  3054 MB  triton__scaled_grouped_mm_add_amax_convert_element_type_div_exp_mul_neg_permute_quantize_reciprocal_scale_view
+  3054 MB  triton__scaled_grouped_mm_add_amax_convert_element_type_div_exp_mul_neg_permute_quantize_reciprocal_rounded_scale_view
    839 MB  extern_kernels._scaled_grouped_mm
   1409 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
   1611 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
