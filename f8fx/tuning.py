@@ -1,4 +1,4 @@
-"""Inductor options that rewritten graphs are compiled with, unless the user gives them with the compile.
+"""Inductor options that rewritten graphs are compiled with, unless the user has set them.
 
 They come into force before the first node of a graph with one of our operators is lowered; a graph in which nothing was
 converted is compiled as by plain Inductor. Only on GPUs; options that the running torch does not have are left out.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .torch_private import inductor_config
+from .torch_private import differs_from_default, inductor_config
 
 #: Option -> value. Counted for a Llama-3-8B block, forward and backward, at 8192 tokens (``benchmarks.traffic``).
 TUNING: Mapping[str, Any] = {
@@ -32,9 +32,13 @@ TUNING: Mapping[str, Any] = {
 
 
 def tuning(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options to set, given those the user has set."""
+    """The options to set, given those the user passes with the compile; what ``torch._inductor.config`` has otherwise stays."""
     config = inductor_config()
     known = {key for key in TUNING if hasattr(config, key)}
     if not hasattr(config, "combo_kernel_autotune_grouping"):
         known.discard("combo_kernel_per_subkernel_blocks")
-    return {key: value for key, value in TUNING.items() if key not in given and key in known}
+    return {
+        key: value
+        for key, value in TUNING.items()
+        if key in known and not (key in given or differs_from_default(key))
+    }

@@ -252,14 +252,16 @@ def test_amaxes_of_parts_below_each_other_and_side_by_side(dim):
         assert torch.allclose(want, got, rtol=1e-2)  # of bfloat16's rounding, made or not
 
 
+@pytest.mark.parametrize("by", ["option", "config"])
 @pytest.mark.parametrize("converted", [True, False])
-def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted):
+def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted, by):
     """Forward and backward are compiled with it, from their first nodes; later graphs without; the user's own setting wins."""
     from f8fx import tuning
     from f8fx.torch_private import inductor_config, tuned_graphs
 
     seen = []
     config = inductor_config()
+    own = {"realize_reads_threshold": 3}
     before = config.realize_opcount_threshold, config.realize_reads_threshold
     ours = {"realize_opcount_threshold": 77, "realize_reads_threshold": 5}
     monkeypatch.setattr(tuning, "TUNING", ours)
@@ -274,9 +276,9 @@ def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted):
         return plain(self, *args)
 
     monkeypatch.setattr(GraphLowering, "placeholder", placeholder)
-    options = {"inductor": {"realize_reads_threshold": 3}, "executor": "inductor"}
+    options = {"inductor": own if by == "option" else {}, "executor": "inductor"}
     options |= {} if converted else {"only_fqns": ["nothing"]}
-    with torch._inductor.utils.fresh_cache():
+    with torch._inductor.utils.fresh_cache(), config.patch(own if by == "config" else {}):
         model = nn.Linear(32, 32).to(bf16)
         compiled(model, **options)(randn(16, 32)).sum().backward()
     assert len(seen) >= 6 and set(seen) == {(77 if converted else before[0], 3)}

@@ -35,6 +35,16 @@ def inductor_config() -> Any:
     return config
 
 
+def differs_from_default(name: str) -> bool:
+    """Whether an option of ``torch._inductor.config`` has another value than PyTorch's own.
+
+    An assignment of the default itself leaves no trace that is reliable: ``config.patch`` leaves the same one.
+    ``ConfigModule._config``.
+    """
+    config = inductor_config()
+    return bool(getattr(config, name) != config._config[name].default)
+
+
 def inductor_mode_options(mode: str) -> dict[str, Any]:
     """Inductor options a ``torch.compile`` mode stands for; KeyError-free: unknown modes raise."""
     from torch._inductor import list_mode_options
