@@ -1,24 +1,24 @@
 """The passes: joint graph in, joint graph out. Read :class:`Pipeline` from top to bottom.
 
-======  ==========  ==============================================================================
- order   pass        what it does
-======  ==========  ==============================================================================
-   0     fold        batches multiplied by one frozen weight become one matmul
-   1     find        every matmul, its role, name, sizes and operands            (only looks)
-   2     select      convert or skip, with the reason                            (only looks)
-   3     merge       matmuls that read one input become one
-  3a     concatenations tensors put together for float8 matmuls alone are never written
-   4     quantize    float8 operands and ``aten._scaled_mm`` for the chosen ones
-   4b    reuse       casts of weights that were made before, where the caller offers them
-   5     share       one amax, scale and cast for each tensor and granularity
-   6     collectives casts move above all-gathers, so that float8 travels
-   6a    amaxes      the amax of a tensor comes from its rows' or columns' amaxes, where that spares a read
-   6b    materialize residual sums, and gradients of norms over heads or out of RoPE, are written once
-   6c    rounding    operands that are not written and that others read, too, have the digits that memory would hold
-   7     tags        what activation checkpointing may recompute
-   7b    one_read    row cast and column amaxes of a tensor in memory by one kernel of our own
-  7c    amax_both   amaxes of rows and columns, and sums of columns, of a tensor that is not in memory by another
-======  ==========  ==============================================================================
+======  ==============  ==============================================================================
+ order  pass            what it does
+======  ==============  ==============================================================================
+   0    fold            batches multiplied by one frozen weight become one matmul
+   1    find            every matmul, its role, name, sizes and operands            (only looks)
+   2    select          convert or skip, with the reason                            (only looks)
+   3    merge           matmuls that read one input become one
+   3a   concatenations  tensors put together for float8 matmuls alone are never written
+   4    quantize        float8 operands and ``aten._scaled_mm`` for the chosen ones
+   4b   reuse           casts of weights that were made before, where the caller offers them
+   5    share           one amax, scale and cast for each tensor and granularity
+   6    collectives     casts move above all-gathers, so that float8 travels
+   6a   amaxes          the amax of a tensor comes from its rows' or columns' amaxes, where that spares a read
+   6b   materialize     residual sums, and gradients of norms over heads or out of RoPE, are written once
+   6c   rounding        operands that are not written and that others read, too, have the digits that memory would hold
+   7    tags            what activation checkpointing may recompute
+   7b   one_read        row cast and column amaxes of a tensor in memory by one kernel of our own
+   7c   amax_both       amaxes of rows and columns, and sums of columns, of a tensor that is not in memory by another
+======  ==============  ==============================================================================
 
 The numbers are those of the full design; lowering to kernels (8) is Inductor's job, with the rules
 in :mod:`f8fx.lowerings`. Every pass is an object built from plain values and called with a graph; it
