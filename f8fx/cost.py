@@ -344,30 +344,6 @@ class CostModel:
             total += seconds.subs(shape, simultaneous=True)
         return total
 
-    def threshold(
-        self, k: int, n: int, recipe: Recipe, roles: Sequence[Role] = ROLES, itemsize: int = 2
-    ) -> int | None:
-        """The smallest M, a multiple of 16, from which converting a layer pays and keeps paying.
-
-        ``None`` if it does not pay at :data:`MAX_M` rows either.
-        """
-
-        def pays(m: int) -> bool:
-            return self.layer(m, k, n, recipe, roles, itemsize).pays
-
-        if not self.can_pay or not pays(MAX_M):
-            return None
-        high = MAX_M
-        while high > 16 and pays(high // 2):
-            high //= 2
-        if high == 16:
-            return 16
-        low = high // 2  # does not pay; high does
-        while high - low > 16:
-            middle = (low + high) // 32 * 16
-            low, high = (low, middle) if pays(middle) else (middle, high)
-        return high
-
     def pad_pays(
         self, m: int, k: int, n: int, recipe: Recipe, roles: Sequence[Role] = ROLES, itemsize: int = 2
     ) -> bool:

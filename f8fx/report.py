@@ -27,7 +27,8 @@ NO_TENSOR_CORES = "no float8 tensor cores on"
 class GemmInfo:
     """A matmul as user code sees it: what ``filter_fn`` is called with.
 
-    Sizes are of ``[m, k] @ [k, n]``; a dynamic one has the value it was traced with.
+    Sizes are of ``[m, k] @ [k, n]``; a dynamic one has the value it was traced with, or is 0 where that is known only at
+    run time.
     """
 
     fqn: str

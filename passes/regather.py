@@ -57,7 +57,8 @@ class Rewrite:
             old |= {reader.node, *(node for step in reader.steps for node in step.nodes)}
             if reader.node.target is ops.quantize_both:
                 old |= {*reader.node.users}
-        old |= {into for node in old if node.target is gather.copy for into in _made(node.args[0])}
+        into = {cast("fx.Node", node.args[0]) for node in old if node.target is gather.copy}
+        old |= {node for node in into if node.op == "call_function"}  # what the graph makes to be written over
         for copy in self.copies:
             old |= {*copy.scales}
             self._move(copy)
@@ -299,11 +300,6 @@ class Rewrite:
 
 def _is_left_of_gemm(node: fx.Node) -> bool:
     return any(user.target is aten._scaled_mm.default and user.args[0] is node for user in node.users)
-
-
-def _made(into: Any) -> list[fx.Node]:
-    """What a copy writes over, if the graph makes it."""
-    return [into] if isinstance(into, fx.Node) and into.op == "call_function" else []
 
 
 def _rounded(insert: Inserter, source: fx.Node) -> fx.Node:

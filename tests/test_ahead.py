@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 from torch.export import Dim, export
 
 import f8fx
-from f8fx import canary, recording
+from f8fx import ahead, canary, recording
 from f8fx.passes import describe
 from f8fx.report import GraphReport
 from f8fx.torch_private import compile_fx_module, compiles_ahead_of_time
@@ -120,6 +120,18 @@ def test_kept_weights_cost_nothing():
     assert [d.reason for d in dynamic.decisions] == ["too small"]
     assert [d.reason for d in cached.decisions] == ["converted"]
     assert cached.line().endswith("; 1 weight kept in float8"), cached.line()
+
+
+def test_packages_that_cast_weights_once():
+    """Inductor freezes nothing where there may be a backward."""
+    folding = "aot_inductor.use_runtime_constant_folding"
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            assert [ahead.casts_once(config) for config in ({}, {folding: True})] == [False, True]
+            assert ahead.casts_once({"freezing": True}) is not grad
+            with torch._inductor.config.patch({"freezing": True}):
+                assert ahead.casts_once({}) is not grad
+                assert not ahead.casts_once({"freezing": False})
 
 
 # -- options

@@ -329,6 +329,14 @@ def test_strict_raises(monkeypatch):
         compiled(Net(), strict=True)(randn(16, 32))
 
 
+def test_strict_raises_where_a_graph_is_kept_for_another_attempt(monkeypatch):
+    """For one with weights of which each half of a step reads its own copy."""
+    monkeypatch.setattr("f8fx.halves.positions", lambda inputs: [0])
+    monkeypatch.setattr("f8fx.passes.quantize.Quantize.__call__", _explode)
+    with pytest.raises(Exception, match="no such thing"):
+        compiled(Net(), strict=True)(randn(16, 32))
+
+
 def test_a_users_own_failure_is_not_swallowed():
     """A model that Inductor cannot compile fails as it would without f8fx, and no fallback is claimed."""
 

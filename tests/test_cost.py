@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import json
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from f8fx import hardware
 from f8fx.calibration import default_calibration, own_calibration
-from f8fx.cost import CostModel, K, M, N
+from f8fx.cost import MAX_M, CostModel, K, M, N
 from f8fx.passes.worth import cost_model
 from f8fx.plan import PlannedGemm, PlannedOperand, plan
 from f8fx.recipe import PRESETS, ROLES, GemmSpec, Recipe, Role
@@ -265,9 +266,7 @@ def test_rowwise_with_gw_hp() -> None:
     assert grad_weight.high_seconds == grad_weight.float8_seconds
     # ... and without the column casts of input and grad_output the recipe pays from a smaller M on,
     # for less in the end.
-    hybrid_from, rowwise_from = H100.threshold(4096, 14336, hybrid), H100.threshold(4096, 14336, rowwise)
-    assert hybrid_from is not None and rowwise_from is not None
-    assert hybrid_from < rowwise_from
+    assert _pays_from(4096, 14336, hybrid) < _pays_from(4096, 14336, rowwise) < MAX_M
     assert H100.layer(32768, 16384, 16384, hybrid).speedup < H100.layer(32768, 16384, 16384, rowwise).speedup
 
 
@@ -279,7 +278,6 @@ def test_rowwise_with_gw_hp() -> None:
 def test_never_pays_without_float8_tensor_cores(gpu: str, name: str) -> None:
     model, recipe = CostModel(hardware.find(gpu)), Recipe.named(name)
     assert not model.layer(65536, 16384, 16384, recipe).pays
-    assert model.threshold(16384, 16384, recipe) is None
     assert not model.pad_pays(65536, 16384, 16384, recipe)
     (verdict,) = plan(model, [_linear("x", "w", 65536, 16384, 16384)[0]])
     assert not verdict.convert
@@ -302,24 +300,25 @@ def test_expression_is_what_layer_evaluates(
         assert float(expression.subs({M: m, K: k, N: n})) == pytest.approx(seconds, rel=1e-9)
 
 
+def _pays_from(k: int, n: int, recipe: Recipe, roles: Sequence[Role] = ROLES) -> int:
+    """The smallest M, a multiple of 16, from which converting a layer pays; larger than `MAX_M` if there it does not."""
+    rows = range(16, MAX_M + 1, 16)
+    place = bisect.bisect_left(rows, True, key=lambda m: H100.layer(m, k, n, recipe, roles).pays)
+    return rows[place] if place < len(rows) else MAX_M + 1
+
+
 @given(k=SIZES, n=SIZES, recipe=RECIPES)
 @settings(max_examples=30, deadline=None)
-def test_threshold_is_where_it_starts_to_pay(k: int, n: int, recipe: Recipe) -> None:
-    threshold = H100.threshold(k, n, recipe)
-    if threshold is None:
-        assert not H100.layer(1 << 20, k, n, recipe).pays
-        return
-    assert threshold % 16 == 0
-    assert all(H100.layer(m, k, n, recipe).pays for m in (threshold, 2 * threshold, 5 * threshold // 16 * 16))
-    assert threshold == 16 or not H100.layer(threshold - 16, k, n, recipe).pays
+def test_what_pays_keeps_paying(k: int, n: int, recipe: Recipe) -> None:
+    start = _pays_from(k, n, recipe)
+    larger = (m for m in (start, 2 * start, 5 * start // 16 * 16) if start <= MAX_M)
+    assert all(H100.layer(m, k, n, recipe).pays for m in larger)
 
 
-def test_thresholds_fall_with_the_weight() -> None:
+def test_a_larger_weight_pays_from_a_smaller_batch_on() -> None:
     for name in PRESETS:
-        thresholds = [
-            H100.threshold(s, s, Recipe.named(name)) or 1 << 30 for s in (1024, 2048, 4096, 8192, 16384)
-        ]
-        assert thresholds == sorted(thresholds, reverse=True)
+        starts = [_pays_from(s, s, Recipe.named(name)) for s in (1024, 2048, 4096, 8192, 16384)]
+        assert starts == sorted(starts, reverse=True)
 
 
 def test_casts() -> None:
@@ -408,19 +407,15 @@ def test_padding() -> None:
     recipe = Recipe.named("tensorwise")
     assert H100.pad_pays(16384, 8192, 8190, recipe)
     assert not H100.pad_pays(2048, 2046, 2046, recipe)
-    threshold = H100.threshold(4096, 4096, recipe)
-    assert threshold is not None
-    assert H100.pad_pays(threshold, 4096, 4096, recipe)
-    assert not H100.pad_pays(threshold + 15, 4096, 4096, recipe)
+    start = _pays_from(4096, 4096, recipe)
+    assert H100.pad_pays(start, 4096, 4096, recipe)
+    assert not H100.pad_pays(start + 15, 4096, 4096, recipe)
     # An odd M needs padding only for grad_weight, so without it float8 pays from its threshold on.
     hybrid = Recipe.named("rowwise_with_gw_hp")
-    threshold = H100.threshold(4096, 4096, hybrid)
-    assert threshold is not None
-    assert H100.pad_pays(threshold + 15, 4096, 4096, hybrid)
+    assert H100.pad_pays(_pays_from(4096, 4096, hybrid) + 15, 4096, 4096, hybrid)
     forward: list[Role] = ["output"]
-    threshold = H100.threshold(4096, 4096, recipe, forward)
-    assert threshold is not None
-    assert H100.pad_pays(threshold + 15, 4096, 4096, recipe, forward)
+    start = _pays_from(4096, 4096, recipe, forward)
+    assert H100.pad_pays(start + 15, 4096, 4096, recipe, forward)
 
 
 # --- plan()

@@ -237,6 +237,24 @@ def test_saved_bytes_by_hand():
     assert none.saved_bytes_float8 == none.saved_bytes_high
 
 
+def test_what_modules_hold_is_not_saved():
+    """Neither a weight nor a buffer takes memory of its own where the backward reads it."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2048, 4096, bias=False)
+            self.register_buffer("mask", torch.ones(4096, 4096))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.mask
+
+    with torch.device("meta"):
+        model = Masked().bfloat16()
+    x = meta_input(4096, 2048).requires_grad_()
+    assert f8fx.explain(model, x).saved_bytes_high == 2 * x.numel()
+
+
 def test_bytes_in_collectives():
     dist = pytest.importorskip("torch.distributed")
     from torch.distributed._functional_collectives import all_gather_tensor

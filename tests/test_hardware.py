@@ -126,6 +126,7 @@ def _pretend(
         # Not in the table: nearest by capability, never above.
         ("NVIDIA L4", (8, 9), "l40s"),
         ("NVIDIA RTX PRO 6000", (12, 0), "rtx5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell", (12, 0), "rtx5090"),
         ("NVIDIA B300", (10, 3), "b200-like"),
         ("NVIDIA Thor", (11, 0), "b200-like"),
         ("NVIDIA Something", (99, 0), "rtx5090-like"),

@@ -64,6 +64,17 @@ def test_a_cpu_has_no_streams():
     streams.Made(torch.device("cpu")).before(None, [])
 
 
+def test_where_there_are_no_streams_nothing_waits(fake, monkeypatch):
+    """Weights move from a GPU to a CPU, and back; ``.to()`` has waited for what was to be done."""
+    cpu = torch.device("cpu")
+    on_gpu, stream = streams.Made(cpu), streams.current(cpu)
+    monkeypatch.setattr(streams, "current", lambda device: None)
+    on_cpu = streams.Made(cpu)
+    on_gpu.before(None, [torch.empty(2)])
+    on_cpu.before(stream, [torch.empty(2)])
+    assert fake.taken() == ["main records event 0"]
+
+
 def test_scales_of_gathered_weights(fake):
     """FSDP2 casts what it sends on a stream of its own."""
     form = Format(torch.float8_e4m3fn, None, False)

@@ -88,6 +88,18 @@ def test_every_matmul_is_converted():
         assert report.converted == 6 - kept
 
 
+def test_a_filter_is_given_no_rows():
+    """It is not known how many there will be; other sizes are those of the layers."""
+    found = set()
+
+    def filter_fn(fqn, gemm):
+        found.add((fqn, gemm.role, gemm.m, gemm.k, gemm.n))
+        return True
+
+    report_of(Chosen(), randn(64, 32), first(21), filter_fn=filter_fn)
+    assert found >= {("up", "output", 0, 32, 48), ("up", "grad_weight", 48, 0, 32)}
+
+
 class Cut(Chosen):
     """Layers of as many rows as a number says."""
 

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -845,6 +846,31 @@ def test_only_a_module_that_is_sharded_makes_weights_unwatchable():
         assert weight_copies.refusal(weight) is None
 
 
+def test_weights_of_fsdp1_are_not_kept():
+    """It marks them; they are views of a flat parameter."""
+    weight = nn.Parameter(randn(4, 4))
+    weight._fsdp_flattened = True  # type: ignore[attr-defined]
+    assert "FSDP" in (weight_copies.refusal(weight) or "")
+
+
+def test_without_fsdp_nothing_is_sharded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp", raising=False)
+    assert weight_copies.refusal(nn.Parameter(randn(4, 4))) is None
+
+
+def test_copies_whose_state_is_not_known_are_made_in_every_call():
+    """Of parameters that came to be inference tensors after the graph was compiled, which Dynamo does not allow."""
+    with torch.inference_mode():
+        weight = nn.Parameter(randn(16, 16, grad=False), requires_grad=False)
+    scale = ScaleFormat(torch.float8_e4m3fn, None, False)
+    copies = weight_copies.Copies(dim=0, in_place=True)
+    (before,) = (t.clone() for t in copies.get([weight], [weight_watch.Watch(weight)], [scale], None))
+    with torch.inference_mode():
+        weight.mul_(2)
+    (after,) = copies.get([weight], [weight_watch.Watch(weight)], [scale], None)
+    assert torch.equal(before, 2 * after)
+
+
 @pytest.mark.parametrize("way", ["cached", "reused"])
 @pytest.mark.parametrize("training", [True, False])
 def test_weights_without_data(way, training):
@@ -919,6 +945,23 @@ def test_copies_keep_their_address():
     in_place(model)
     infer(f8, x)
     assert addresses() == before
+
+
+def test_copies_of_a_weight_of_another_size_are_others():
+    model, x = nn.Linear(32, 48, bias=False, dtype=bf16), x16()
+    f8 = warm(model, x)
+    for rows in (64, 1):
+        model.weight.data = randn(rows, 32, grad=False)
+        assert torch.equal(infer(f8, x), uncached(model, x))
+
+
+def test_inference_compares_no_copies(monkeypatch):
+    """That would wait for the GPU. A write to copies matters only to a backward that may read them still."""
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    monkeypatch.setattr(weight_copies, "_same_bits", lambda *_: pytest.fail("compared"))
+    in_place(model)
+    assert torch.equal(infer(f8, x), uncached(model, x))
 
 
 def test_a_model_takes_its_copies_along():

@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx.passes import async_tp, describe
+from f8fx.passes.by_rank import sent_by
 from tests.helpers import randn
 from tests.passes.test_async_tp import row, row_sliced, row_stacked
 from tests.passes.test_collectives import c10d, four_ranks, gather, graph_of, passed  # noqa: F401
@@ -151,6 +152,11 @@ def of_slices_before_the_end(x, w):
     return scattered(None, [y[:, start : start + 1] for start in range(4)])
 
 
+def of_slices_without_an_end(x, w):
+    y = layer(x, w)
+    return scattered(None, [aten.slice.Tensor(y, 1)] * 4)
+
+
 def of_pieces_of_pieces(x, w):
     """Eight of them, for four ranks."""
     return scattered(None, torch.split(layer(x, w), x.shape[1] // 8, 1))
@@ -191,6 +197,7 @@ def not_waited_for(x, w):
         one_piece_twice,
         of_slices_that_overlap,
         of_slices_before_the_end,
+        of_slices_without_an_end,
         of_pieces_of_pieces,
         along_the_features,
         by_heads,
@@ -200,6 +207,17 @@ def not_waited_for(x, w):
 def test_stays(fn):
     assert not stays(lambda x, w: scattered(layer(x, w)), (2, 8, 32), (48, 32))
     assert stays(fn, (2, 8, 32), (48, 32))
+
+
+def test_pieces_that_are_computed_are_sent_themselves():
+    def f(x, w):
+        y = layer(x, w)
+        return scattered(None, [y.sin(), y.sin()])
+
+    (scatter,) = graph_of(f, (2, 8, 32), (48, 32)).find_nodes(
+        op="call_function", target=c10d.reduce_scatter_tensor.default
+    )
+    assert sent_by(scatter) == (scatter.args[0], 0, ())
 
 
 def test_pieces_side_by_side_stay():

@@ -1454,6 +1454,45 @@ def test_stays_when_gathered_in_one_call_with_others():
     assert report.line() == line
 
 
+def test_an_input_that_is_gathered_into_stays_an_input():
+    def f(x, w, whole):
+        return x @ aten.copy.default(whole, gather(w)).t()
+
+    text = assert_moves(f, (16, 64), (24, 64), (96, 64))
+    assert text.splitlines()[2] == "whole_1: bf16[96,64]"
+
+
+@pytest.mark.parametrize(("moved", "count"), [(lambda v: v.view(24, 64), 1), (torch.relu, 2)])
+def test_amaxes_of_views_that_are_made_later_are_reduced_with_the_first(moved, count):
+    """What is computed later is not there yet."""
+
+    def f(x, w, v):
+        y = x @ gather(w).t()
+        return y, x @ gather(moved(v)).t()
+
+    text = assert_moves(f, (16, 64), (24, 64), (24, 64))
+    assert text.count("= _c10d_functional.all_reduce(") == count
+
+
+def test_gathers_of_the_backward_are_known_as_such():
+    """In one call, and alone."""
+
+    def f(x, w, tangents_1):
+        first, second = map(c10d.wait_tensor, c10d.all_gather_into_tensor_coalesced([w, tangents_1], 4, "0"))
+        return gather(w), first, second, gather(tangents_1)
+
+    graph = graph_of(f, (16, 64), (24, 64), (16, 64))
+    for node, name in zip(graph.find_nodes(op="placeholder"), ("x", "w", "tangents_1"), strict=True):
+        node.name = node.target = name
+    found = Collectives()(graph)
+    assert [(g.shape, g.backward) for g in found] == [
+        ((96, 64), False),
+        ((64, 64), True),
+        ((96, 64), True),
+        ((64, 64), True),
+    ]
+
+
 def test_stays_when_a_view_cuts_across_the_scaled_dimension():
     """Rows of 64 elements are halves of the rows of 128 that are gathered."""
 

@@ -384,6 +384,45 @@ def test_one_input_of_two_layers_has_its_gradients():
     assert {d.reason for d in report.decisions} == {"converted"} and len(report.decisions) == 6
 
 
+class ByHand(torch.autograd.Function):
+    """A layer whose gradients have no number of a forward."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+def test_a_gradient_by_hand_goes_to_no_layer_that_has_one():
+    """The second and the third layer have one gradient; the second has its own number."""
+
+    def f(x, a, b, c):
+        return ByHand.apply(x, a).sin() * (F.linear(x, b) + ByHand.apply(x, c))
+
+    weights = [randn(48, 32, seed=seed) for seed in range(3)]
+    gemms = found_in(f, randn(16, 32), *weights).gemms
+    outputs = [gemm.node for gemm in gemms if gemm.role == "output"]
+    assert {gemm.layer for gemm in gemms if gemm.role == "grad_weight"} == {*outputs}
+
+
+def test_a_gradient_by_hand_goes_to_no_layer_of_another_input():
+    """One whose weight is frozen, but which has the same gradient."""
+
+    def f(x, z, a, b, c):
+        return (ByHand.apply(x, a) + ByHand.apply(z, c)).sin() * ByHand.apply(x, b)
+
+    a, b, c = (randn(48, 32, seed=seed) for seed in range(3))
+    gemms = found_in(f, randn(16, 32, grad=False), randn(16, 32), a, b, c.detach()).gemms
+    inputs = {gemm.node: gemm.left.node for gemm in gemms if gemm.role == "output"}
+    gradients = [gemm for gemm in gemms if gemm.role == "grad_weight"]
+    assert [inputs[gemm.layer] for gemm in gradients] == [gemm.right.node for gemm in gradients]
+
+
 def test_a_sliced_operand_is_not_traced_past_the_slice():
     found = found_in(lambda x, w: F.linear(x[:, :32], w), randn(16, 64), randn(48, 32))
     output = next(g for g in found.gemms if g.role == "output")
@@ -428,20 +467,20 @@ def test_a_gradient_without_tangents_cannot_be_told_from_a_tied_autoencoder():
 
 @pytest.mark.parametrize("dtype", [bf16, torch.float32])
 def test_gradients_in_the_body_of_a_branch_have_their_roles(dtype):
-    """No tangents there: AOTAutograd's mark on the nodes tells. They read the weight, or its rounding, as the forward does."""
+    """No tangents there: AOTAutograd's mark on the nodes tells. They read weight and input, or roundings, as the forward does."""
     from f8fx import recording
     from tests.helpers import compiled
 
-    weight = nn.Parameter(randn(32, 32, grad=False).to(dtype))
+    weight = nn.Parameter(randn(32, 32, grad=False, dtype=dtype))
 
     def f(x, flag):
         def product(x):
-            return x @ weight.to(bf16)
+            return x.to(bf16) @ weight.to(bf16)
 
         return torch.cond(flag, lambda x: torch.sin(product(x)), lambda x: torch.cos(product(x)), (x,))
 
     with recording() as reports:
-        x = randn(16, 32)
+        x = randn(16, 32, dtype=dtype)
         compiled(f, recipe="rowwise_with_gw_hp")(x, torch.tensor(True)).sum().backward()
     assert len(reports) == 1
     roles = {(d.role, d.converted) for d in reports[0].decisions}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import TestCase
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from f8fx import ops
 from f8fx.fsdp.formats import Format
+from f8fx.passes.marked import unfolded
 from tests.helpers import bf16, compiled, graph_after, randn, report_of
 
 fp8 = torch.float8_e4m3fn
@@ -136,3 +138,18 @@ def test_what_is_not_folded_is_said(options):
     args = (*quantized(w, 0), *quantized(w, 0)) if contracted else (*quantized(w, 2), *quantized(w, 1))
     report = report_of(marked_layer(False, contracted), randn(48, 32), *args, **OPTIONS | options)
     assert "read in high precision" in report.warnings[0]
+
+
+def test_readers_that_nothing_reads_are_not_named():
+    """Views of what was folded stay behind."""
+    data, scale = quantized(randn(4, 32, 32, grad=False), 2)
+    graph = make_fx(lambda x, data, scale: x * ops.dequantize(data, scale, dtype=bf16, dim=2))(
+        randn(4, 32, 32, grad=False), data, scale
+    ).graph
+    (mark,) = graph.find_nodes(op="call_function", target=ops.dequantize)
+    (product,) = mark.users
+    with graph.inserting_after(mark):
+        view = graph.call_function(torch.ops.aten.mT.default, (mark,))
+    for node, name in ((view, "layer"), (product, "mask")):
+        node.meta["nn_module_stack"] = {"": (f"L['self'].{name}", torch.nn.Module)}
+    assert unfolded(graph) == ["mask"]

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import f8fx
-from f8fx.passes import Pipeline
+from f8fx.passes import Pipeline, Tags
 from tests.helpers import joint_graphs, randn
+from tests.passes.test_collectives import graph_of
 
 
 def marks(fn, *args, recipe="tensorwise"):
@@ -77,3 +78,22 @@ def test_every_inserted_node_says_where_it_comes_from():
     for _, _, meta in found.values():
         provenance = meta["f8fx"]
         assert provenance.gemm and provenance.inserted_by == "quantize" and "seq_nr" in meta
+
+
+def test_what_is_computed_from_an_overwritten_input_is_saved():
+    """Not the write, nor the results; and what a region marks keeps its mark."""
+
+    def f(x, state, tangents_1):
+        inside, outside = state.cos(), state.view(-1).sin()
+        state.copy_(x)
+        return state, inside * outside.view_as(x) * tangents_1
+
+    graph = graph_of(f, (16, 32), (16, 32), (16, 32))
+    graph.find_nodes(op="placeholder")[2].target = "tangents_1"
+    (inside,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    inside.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    Tags()(graph)
+    assert {node.name: node.meta["recompute"] for node in graph.nodes if "recompute" in node.meta} == {
+        "cos": CheckpointPolicy.MUST_RECOMPUTE,
+        "sin": CheckpointPolicy.MUST_SAVE,
+    }
