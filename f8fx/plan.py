@@ -104,7 +104,7 @@ class _Plan:
     """The state of one run of :func:`plan`: gemms, the casts they use, who still uses them."""
 
     # A drop makes its neighbours' casts dearer, so layers are looked at again. Real graphs settle in
-    # two or three rounds; after this many, casts count as unshared, which ends it.
+    # two or three rounds.
     ROUNDS = 32
 
     def __init__(self, model: CostModel, gemms: Sequence[PlannedGemm]) -> None:
@@ -153,19 +153,10 @@ class _Plan:
             self.users.setdefault(item, set()).add(index)
         return found
 
-    def _share(self, index: int, leaving: Sequence[int] = (), alone: bool = False) -> float:
+    def _share(self, index: int, leaving: Sequence[int] = ()) -> float:
         """Seconds of a gemm's casts, each divided by the gemms that use it once ``leaving`` are gone."""
-        total = 0.0
-        if not leaving and not alone:
-            for item in self.items[index]:
-                total += self.seconds[item] / (len(self.users[item]) or 1)
-            return total
-        for item in self.items[index]:
-            users = self.users[item]
-            total += self.seconds[item] / (
-                1 if alone else max(len(users) - sum(i in users for i in leaving), 1)
-            )
-        return total
+        users = ((item, self.users[item]) for item in self.items[index])
+        return sum(self.seconds[item] / max(len(u) - sum(i in u for i in leaving), 1) for item, u in users)
 
     def _own(self, index: int, leaving: Sequence[int]) -> float:
         """Seconds of the casts that no gemm but this one needs once ``leaving`` are gone."""
@@ -179,7 +170,7 @@ class _Plan:
     def _verdict(self, index: int, convert: bool, reason: str, cast: float) -> Verdict:
         return Verdict(convert, self.high[index], self.float8[index] + cast, cast, reason)
 
-    def _settle(self, layer: Hashable, alone: bool) -> set[Hashable]:
+    def _settle(self, layer: Hashable) -> set[Hashable]:
         """Drops what a layer loses by; returns the casts that this makes dearer for their other users."""
         active = [i for i in self.layers[layer] if i not in self.dropped]
         losers: list[int] = []
@@ -187,14 +178,14 @@ class _Plan:
             if self.float8[i] + self._own(i, losers) > self.high[i]:
                 losers.append(i)
         rest = [i for i in active if i not in losers]
-        gain = sum(self._gain(i) - self._share(i, losers, alone) for i in rest)
+        gain = sum(self._gain(i) - self._share(i, losers) for i in rest)
         dropped: dict[int, str] = {}
         if rest and gain > 0:
             for i in losers:
                 speedup = self.high[i] / (self.float8[i] + self._share(i))
                 dropped[i] = f"{self.gemms[i].role} alone loses: float8 would be {speedup:.2f}x"
         elif active:
-            float8 = sum(self.float8[i] + self._share(i, (), alone) for i in active)
+            float8 = sum(self.float8[i] + self._share(i) for i in active)
             speedup = sum(self.high[i] for i in active) / float8
             reason = f"too small: float8 would be {speedup:.2f}x"
             if speedup > 1:
@@ -237,10 +228,10 @@ class _Plan:
             reason = f"{self.model.hardware.name} has no float8 tensor cores"
             return [self._verdict(i, False, reason, self._share(i)) for i in range(len(self.gemms))]
         dirty = list(self.layers) if drop else []
-        for turn in range(self.ROUNDS):
+        for _ in range(self.ROUNDS):
             dearer: set[Hashable] = set()
             for layer in dirty:
-                dearer |= self._settle(layer, alone=turn == self.ROUNDS - 1)
+                dearer |= self._settle(layer)
             touched = {self.gemms[i].layer for item in dearer for i in self.users[item]}
             dirty = [layer for layer in self.layers if layer in touched] if touched else []
             if not dirty:

@@ -58,7 +58,9 @@ class Rewrite:
             if reader.node.target is ops.quantize_both:
                 old |= {*reader.node.users}
         into = {cast("fx.Node", node.args[0]) for node in old if node.target is gather.copy}
-        old |= {node for node in into if node.op == "call_function"}  # what the graph makes to be written over
+        old |= {
+            node for node in into if node.op == "call_function"
+        }  # what the graph makes to be written over
         for copy in self.copies:
             old |= {*copy.scales}
             self._move(copy)

@@ -295,11 +295,15 @@ def test_scales_of_the_data_are_clear_of_powers_of_two(shape, dtype):
 
 def generated(name, monkeypatch=None, **forms):
     """Code that Inductor makes of a function for an H100, in these forms."""
+    (case,) = (c for c in canary.cases(CPU, torch.float8_e4m3fn, torch.float8_e5m2) if c.name == name)
+    return generated_for(case, monkeypatch, **forms)
+
+
+def generated_for(case, monkeypatch=None, **forms):
     pytest.importorskip("triton")
     codegen = pytest.importorskip("benchmarks.codegen")
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    (case,) = (c for c in canary.cases(CPU, torch.float8_e4m3fn, torch.float8_e5m2) if c.name == name)
     with codegen.fake_tensor_mode():
         inputs = [torch.empty(case.gpu_shape, dtype=case.dtype) for _ in range(2)]
         graph = make_fx(case.run, tracing_mode="real")(*inputs)
@@ -321,6 +325,22 @@ def test_the_transposed_store_stands_beside_a_minimum_or_maximum(name, monkeypat
 
     assert casts(generated(name).code) == [True]
     assert casts(generated(name, monkeypatch, transpose="realized").code) == [False, True]
+
+
+def test_of_tensors_side_by_side_the_transposed_store_stands_alone_too(monkeypatch):
+    def casts(x, y):
+        whole = ops.concat([torch.maximum(x, y), torch.minimum(x, y)], 1)
+        scale = torch.full([], 100.0, dtype=torch.float32)
+        return (ops.quantize(whole, scale, dtype=torch.float8_e4m3fn, transpose=True),)
+
+    def computing(code):
+        """Of the kernels that cast, whether they compute what they cast."""
+        kernels = [text for text in code.split("@triton.jit")[1:] if ".to(tl.float8" in text]
+        return {"triton_helpers.m" in text for text in kernels}
+
+    case = canary_cases.Case("side by side", "transpose", casts, (20, 33), (520, 777))
+    assert computing(generated_for(case).code) == {True}
+    assert computing(generated_for(case, monkeypatch, transpose="realized").code) == {False}
 
 
 def test_definitions_are_called_out_of_the_code(monkeypatch):

@@ -591,6 +591,17 @@ def test_plan_is_near_linear(sources: int) -> None:
     assert {v.convert for v in verdicts} == {True, False}
 
 
+def test_a_chain_that_is_dropped_from_its_end_comes_back() -> None:
+    """Each gemm shares one cast with the next. Only the last pays for a whole one, and what it loses by, the one before it has to pay."""
+    operands = [PlannedOperand(f"x{i}", 2048, 2048, False, False, cached=i == 0) for i in range(61)]
+    gemms = [
+        PlannedGemm("output", 2048, 2048, 2048, 2, False, False, pair, layer)
+        for layer, pair in enumerate(itertools.pairwise(operands))
+    ]
+    (alone,) = plan(H100, gemms[-1:])
+    assert not alone.convert and all(verdict.convert for verdict in plan(H100, gemms))
+
+
 def test_a_gemm_costs_microseconds() -> None:
     H100.gemm_seconds(4096, 4096, 4096, True)
     start = time.process_time()

@@ -276,6 +276,27 @@ def test_a_number_in_the_memory_of_the_cpu_is_no_input():
             _Writer((4, 4), torch.device("cuda", 0))._load("number", sympy.Integer(0))
 
 
+def test_floats_and_truth_values_are_inputs_and_integers_are_not():
+    """What is computed of integers, in integers, is not computed in float32."""
+
+    def loaded(dtype):
+        graph = types.SimpleNamespace(
+            get_dtype=lambda name: dtype,
+            graph_inputs={"x": types.SimpleNamespace(get_device=lambda: torch.device("cpu"))},
+            sizevars=SizeVarAllocator(),
+        )
+        writer = _Writer((4, 4), torch.device("cpu"))
+        with V.set_graph_handler(graph):
+            writer._load("x", sympy.Integer(0))
+        return re.search(r"to\(tl\.(\w+)\)$", writer.lines[0])[1]
+
+    assert {loaded(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)} == {"float32"}
+    assert loaded(torch.bool) == "int1"
+    for dtype in (torch.int64, torch.uint8, torch.float64, torch.float8_e4m3fn):
+        with pytest.raises(_Unsupported):
+            loaded(dtype)
+
+
 @pytest.mark.parametrize("value", [True, sympy.Symbol("s0")], ids=str)
 def test_a_constant_is_a_number(value):
     """Neither a condition nor a size that is known only at run time."""

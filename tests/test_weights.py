@@ -20,8 +20,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import f8fx
-from f8fx import recording
+from f8fx import ops, recording
 from f8fx.kernels import cast
+from f8fx.passes import reuse
 from f8fx.passes.reuse import CastFormat, ScaleFormat
 from f8fx.weights import copies as weight_copies
 from f8fx.weights import kept
@@ -1113,6 +1114,27 @@ def test_formats_are_told_apart():
     assert [tuple(t.shape) for t in got] == [(), (20, 32), (32, 32), (20,), (20, 32)]
     assert torch.equal(got[2][:, :20].view(torch.uint8), got[1].t().contiguous().view(torch.uint8))
     assert torch.equal(got[3], cast.scale(cast.amax(weight, 1), torch.float8_e4m3fn, True))
+
+
+def test_only_a_cast_by_its_own_amax_has_a_format():
+    """That of another tensor, in another dimension, or for another dtype is not what a kept copy was made with."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    w, v = torch.randn(32, 32), torch.randn(32, 32)
+
+    def form(cast):
+        graph = make_fx(cast)(w, v).graph
+        (quantize,) = graph.find_nodes(op="call_function", target=ops.quantize)
+        return reuse._format_of(quantize)
+
+    def quantized(w, amax, scaled_to=e4m3):
+        return ops.quantize(w, ops.scale(amax, dtype=scaled_to), dtype=e4m3, dim=1)
+
+    assert form(lambda w, v: quantized(w, ops.amax(w, 1))) == CastFormat(ScaleFormat(e4m3, 1, False))
+    assert form(lambda w, v: quantized(w, ops.amax(v, 1))) is None
+    assert form(lambda w, v: quantized(w, ops.amax(w, 0))) is None
+    assert form(lambda w, v: quantized(w, ops.amax(w, 1), e5m2)) is None
+    assert form(lambda w, v: ops.quantize(w, ops.scale(w.max(), dtype=e4m3), dtype=e4m3)) is None
+    assert form(lambda w, v: ops.quantize(w, v[0], dtype=e4m3, dim=1)) is None
 
 
 def test_a_branch_is_not_taken_for_the_graph():

@@ -74,8 +74,7 @@ class Lowering:
 
         x.realize()
         V.graph.no_fuse_buffer_names.add(x.get_name())
-        if self.parts(x) is not None:
-            x.f8fx_parts = None
+        x.f8fx_parts = None  # what reads it reads that buffer
         return x
 
     def fused_only_with(self, label: str, first: bool = False) -> contextlib.AbstractContextManager[None]:
