@@ -52,7 +52,7 @@ class Communication:
         high, float8: by collective and dtype.
         high_seconds, float8_seconds: predicted, ``None`` where the interconnect is unknown.
         gathers: each 2-D parameter and whether it is gathered in float8; none where nothing is gathered.
-        doubled: whether a gather carries two float8 copies of some weight.
+        doubled: whether a gather carries two float8 copies of some weight, and with ``copies="auto"`` one.
         graphs_counted: whether the collectives that stand in graphs are among them.
     """
 

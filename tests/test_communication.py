@@ -76,6 +76,10 @@ def test_rowwise_sends_both_copies_or_each_in_its_half():
         # an amax for each row and each column
         assert c.rows[-1] == ("all_reduce", "amaxes", "int32", 0, 4 * (64 + 32))
     assert sizes == {"both": 2 * 2 * 2048 // 2, "auto": 2 * 2048 // 2}
+    # which half reads what is not known without a backward
+    forwards = [predict(net(), 2, options("rowwise"), copies=copies, training=False) for copies in sizes]  # type: ignore[arg-type]
+    assert forwards[0].rows == forwards[1].rows and not any(c.doubled for c in forwards)
+    assert not predict(net(), 1, options("rowwise"), copies="both").doubled  # nothing is gathered
 
 
 class Checkpointed(nn.Module):

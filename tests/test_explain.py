@@ -237,6 +237,14 @@ def test_saved_bytes_by_hand():
     assert none.saved_bytes_float8 == none.saved_bytes_high
 
 
+def test_scales_are_applied_where_the_user_wants_them():
+    def seconds(**options):
+        e = f8fx.explain(meta_mlp(), meta_input(32768, 2048), recipe="rowwise", target="h200", **options)
+        return e.float8_seconds
+
+    assert seconds() == seconds(rowwise_scales="in_gemm") < seconds(rowwise_scales="torchao")
+
+
 def test_what_modules_hold_is_not_saved():
     """Neither a weight nor a buffer takes memory of its own where the backward reads it."""
 

@@ -410,6 +410,29 @@ def test_a_gradient_by_hand_goes_to_no_layer_that_has_one():
     assert {gemm.layer for gemm in gemms if gemm.role == "grad_weight"} == {*outputs}
 
 
+@pytest.mark.parametrize("of_layers", [True, False])
+def test_a_gradient_by_hand_has_the_name_of_its_layer(of_layers):
+    """Or its own, where the layer has none."""
+    found: list[Found] = []
+
+    def find(graph):
+        matmuls = graph.find_nodes(op="call_function", target=aten.mm.default)
+        for node, name in zip(matmuls[:2] if of_layers else matmuls[2:], "abcd", strict=False):
+            node.meta["nn_module_stack"] = {"": (f"L['self'].{name}", nn.Module)}
+        found.append(Find()(graph))
+
+    weights = randn(48, 32, seed=1), randn(48, 32, seed=2)
+    joint_graphs(
+        lambda x, a, b: ByHand.apply(x, a).sin() * ByHand.apply(x, b), randn(16, 32), *weights, transform=find
+    )
+    gemms = found[0].gemms
+    outputs = {gemm.node: gemm for gemm in gemms if gemm.role == "output"}
+    assert {gemm.layer for gemm in gemms if gemm.role == "grad_weight"} == outputs.keys()
+    gradients = [gemm for gemm in gemms if gemm.role != "output"]
+    names = [outputs[gemm.layer].fqn for gemm in gradients] if of_layers else [*"abcd"]
+    assert [gemm.fqn for gemm in gradients] == names
+
+
 def test_a_gradient_by_hand_goes_to_no_layer_of_another_input():
     """One whose weight is frozen, but which has the same gradient."""
 
