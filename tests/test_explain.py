@@ -237,6 +237,18 @@ def test_saved_bytes_by_hand():
     assert none.saved_bytes_float8 == none.saved_bytes_high
 
 
+def test_without_a_target_it_is_the_device_of_the_matmuls():
+    """Of which the graph before the break has none."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x @ w
+
+    e = f8fx.explain(model, meta_input(32, 64), meta_input(64, 48), target=None)
+    assert len(e.graphs) == 2 and e.target == "cpu"
+
+
 def test_scales_are_applied_where_the_user_wants_them():
     def seconds(**options):
         e = f8fx.explain(meta_mlp(), meta_input(32768, 2048), recipe="rowwise", target="h200", **options)
@@ -883,10 +895,10 @@ def test_frozen_weights_made_in_inference_mode():
     assert f8fx.explain(model, x, select="all").converted == reports[0].converted == 5
 
 
-@pytest.mark.parametrize("batch", [2, 1], ids=["one batch", "broadcast"])
+@pytest.mark.parametrize("broadcast", ["none", "queries", "keys", "values"])
 @pytest.mark.parametrize("heads", [4, 2], ids=["heads", "shared heads"])
-def test_attention_that_flash_attention_does_not_take(batch: int, heads: int):
-    """Values narrower than queries (DeepSeek's), queries of another batch size."""
+def test_attention_that_flash_attention_does_not_take(broadcast: str, heads: int):
+    """Values narrower than queries (DeepSeek's), one of the three of another batch size."""
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -897,13 +909,14 @@ def test_attention_that_flash_attention_does_not_take(batch: int, heads: int):
             y = F.scaled_dot_product_attention(q, k, v, enable_gqa=heads < 4)
             return self.out(y.transpose(1, 2).flatten(2))
 
-    def made(*shape: int) -> Tensor:
-        return torch.ones(shape, dtype=bf16, requires_grad=True)
-
-    inputs = made(batch, 4, 8, 32), made(2, heads, 8, 32), made(2, heads, 8, 16)
+    shapes = {"queries": (4, 8, 32), "keys": (heads, 8, 32), "values": (heads, 8, 16)}
+    inputs = [
+        torch.ones(1 if name == broadcast else 2, *shape, dtype=bf16, requires_grad=True)
+        for name, shape in shapes.items()
+    ]
     e = f8fx.explain(Attention(), *inputs, select="all")
     assert [row.m for row in e.rows if row.fqn == "out" and row.role == "output"] == [16]
-    assert any(row.fqn != "out" for row in e.rows) == (batch == 1)  # else one kernel
+    assert any(row.fqn != "out" for row in e.rows) == (broadcast != "none")  # else one kernel
 
 
 @pytest.mark.parametrize("dims", [2, 3, 4])

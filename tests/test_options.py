@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ import f8fx
 from f8fx import OptionError, Options, Recipe
 from f8fx.recipe import PRESETS
 from f8fx.torch_private import inductor_config, inductor_option_type
-from tests.helpers import bf16, compiled, randn
+from tests.helpers import bf16, compiled, randn, report_of
 
 
 def test_defaults():
@@ -18,6 +20,13 @@ def test_defaults():
     assert options == Options()
     assert (options.recipe.name, options.select, options.pad) == ("tensorwise", "auto", "auto")
     assert (options.strict, options.executor, options.target) == (False, "inductor", None)
+
+
+def test_a_target_may_be_data():
+    mine = dataclasses.replace(f8fx.hardware.find("h100"), name="mine")
+    assert Options.parse({"target": mine}).target is mine
+    report = report_of(nn.Linear(32, 48, dtype=bf16), randn(16, 32), target=mine)
+    assert (report.target, report.converted) == ("mine", 3)
 
 
 @pytest.mark.parametrize(
