@@ -42,6 +42,7 @@ from .torch_private import (
     joint_custom_pre_pass,
     keep_out_of_packages,
     repeatable_backwards,
+    runs_joint_passes,
 )
 from .tuning import tuning
 from .weights import inputs as weight_inputs
@@ -123,6 +124,14 @@ def compile_graph(
     def finished(compiled: Callable[..., Any], reads: Reads) -> Callable[..., Any]:
         return halves.saying(checked(compiled, graph_pass.confirmed, example_inputs), weights, reads)
 
+    def unchanged(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        if options.weights != "dynamic" and weight_inputs.may_train(example_inputs):
+            compiled = weight_inputs.noting_training(compiled)
+        return finished(compiled, ANYTHING)
+
+    if options.executor == "inductor" and not runs_joint_passes(config):
+        run = _runner(options, config, compile_fx)
+        return unchanged(_without_passes(options, lambda: run(gm, example_inputs, None)))
     try:
         try:
             compiled = attempt(gm, keep_to_halves=bool(weights) and own_split)
@@ -140,10 +149,7 @@ def compile_graph(
         if options.strict or spare is None or sends_float8 or not is_ours:
             raise
         run = _runner(options, config, compile_fx)
-        compiled = _fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None))
-        if options.weights != "dynamic" and weight_inputs.may_train(example_inputs):
-            compiled = weight_inputs.noting_training(compiled)
-        return finished(compiled, ANYTHING)
+        return unchanged(_fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None)))
     _publish(graph_pass, options)
     return finished(inference_inputs.savable(compiled, example_inputs), reads)
 
@@ -325,6 +331,16 @@ def _fall_back(
     return compiled
 
 
+def _without_passes(options: Options, plain: Callable[[], Any]) -> Callable[..., Any]:
+    """A graph that Inductor compiles without asking any pass."""
+    compiled = plain()
+    report = GraphReport(options.recipe.name)
+    report.fallback = 'use_joint_graph_passes=False, as under mode="lite": Inductor runs no passes'
+    _warn_once(f"f8fx: graphs run without float8: {report.fallback}")
+    publish(report)
+    return compiled
+
+
 def _publish(graph_pass: GraphPass, options: Options) -> None:
     """Logs what was decided; on a cache hit, what was decided when the graph was built."""
     reports = GraphReport.merged(graph_pass.reports or graph_pass.met_again)
@@ -343,10 +359,14 @@ def _publish(graph_pass: GraphPass, options: Options) -> None:
 
 
 def _warn_version() -> None:
-    message = check_version()
-    if message is not None and message not in _WARNED:
+    if (message := check_version()) is not None:
+        _warn_once(message)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _WARNED:
         _WARNED.add(message)
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
 
 
 _WARNED: set[str] = set()

@@ -160,7 +160,7 @@ class GraphReport:
         traffic: what ranks must agree on, one for each process group.
         pass_seconds: time of each pass, by name.
         cached: the compiled code came from a cache; the decisions are those made when it was built.
-        fallback: why the graph runs without float8 after an internal failure, else "".
+        fallback: why the graph is compiled as if f8fx were not there (an internal failure, say), else "".
         warnings: what the user should know beyond the decisions; logged as warnings.
     """
 

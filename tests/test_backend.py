@@ -350,6 +350,26 @@ def test_a_users_own_failure_is_not_swallowed():
         compile_graph(gm, [randn(16, 32)], f8fx.Options.parse(), compile_fx=bad)
 
 
+@pytest.mark.parametrize("weights", ["dynamic", "cached"])
+def test_where_inductor_runs_no_passes_nothing_is_said_to_be_converted(monkeypatch, weights):
+    """Not even if the decisions about an equal graph are on record."""
+    monkeypatch.setattr("f8fx.backend._WARNED", set())
+    monkeypatch.setattr("f8fx.backend.load_report", lambda *_: pytest.fail("nothing was decided"))
+    patches = {}
+
+    def plain(gm, inputs, config_patches):
+        patches.update(config_patches)
+        return gm.forward
+
+    options = f8fx.Options.parse({"select": "all", "weights": weights, "strict": True}, mode="lite")
+    x = randn(16, 32)
+    with recording() as reports, pytest.warns(UserWarning, match='without float8: .* mode="lite"'):
+        run = compile_graph(torch.fx.symbolic_trace(Net()), [x], options, compile_fx=plain)
+    assert isinstance(run(x), torch.Tensor)
+    assert "joint_custom_pre_pass" not in patches and patches["use_joint_graph_passes"] is False
+    assert [report.converted for report in reports] == [0] and "runs no passes" in reports[0].line()
+
+
 def test_version_warning():
     assert check_version("2.13.0+cpu") is None
     assert check_version("2.11.1") is None

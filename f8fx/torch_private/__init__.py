@@ -105,6 +105,7 @@ from .inductor import (
     inductor_option_type,
     joint_custom_pre_pass,
     just_in_time,
+    runs_joint_passes,
 )
 from .live_bytes import live_bytes
 from .lowering import (
@@ -240,6 +241,7 @@ __all__ = [
     "replace_local_tensor",
     "reshard_group",
     "reshards_after_forward",
+    "runs_joint_passes",
     "same_on_all",
     "saved_tensors_are_read",
     "schema_of",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, get_origin
 
@@ -57,6 +58,11 @@ def inductor_modes() -> tuple[str, ...]:
     from torch._inductor import list_mode_options
 
     return tuple(list_mode_options())
+
+
+def runs_joint_passes(config: Mapping[str, Any]) -> bool:
+    """Whether Inductor runs passes on joint graphs under these options (``use_joint_graph_passes``; ``mode="lite"`` does without)."""
+    return bool(config.get("use_joint_graph_passes", inductor_config().use_joint_graph_passes))
 
 
 def inductor_option_type(name: str) -> Any:
