@@ -319,11 +319,10 @@ def _parse_mode(mode: str | None) -> tuple[Recipe | None, dict[str, Any]]:
             if recipe is not None:
                 raise OptionError(f"mode={mode!r} names two recipes")
             recipe = PRESETS[part]
-        elif part == "default" or part in inductor_modes():
+        elif part in inductor_modes():
             if inductor_mode is not None:
                 raise OptionError(f"mode={mode!r} names two Inductor modes")
             inductor_mode = part
         else:
-            raise OptionError(_unknown("mode", part, {"default", *inductor_modes(), *PRESETS}))
-    patches = inductor_mode_options(inductor_mode) if inductor_mode not in (None, "default") else {}
-    return recipe, patches
+            raise OptionError(_unknown("mode", part, {*inductor_modes(), *PRESETS}))
+    return recipe, {} if inductor_mode is None else inductor_mode_options(inductor_mode)
