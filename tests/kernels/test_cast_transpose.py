@@ -402,10 +402,28 @@ def test_one_float32_division_is_the_definition():
 def test_on_a_cpu_the_definition_runs(fp8):
     x = source((33, 20), torch.bfloat16, 0)
     scale = scale_of(x, None, fp8, "fit", 0)
-    want = cast_transpose.reference(x, scale, scale, dtype=fp8)
-    for got, expected in zip(cast_transpose.cast_transpose(x, scale, scale, dtype=fp8), want, strict=True):
+    plain, transposed = cast_transpose.reference(x, scale, scale, dtype=fp8)
+    both = cast_transpose.cast_transpose(x, scale, scale, dtype=fp8)
+    alone = [
+        one(x, scale, dtype=fp8, align=[1, 1])
+        for one in (cast_transpose.cast, cast_transpose.cast_transposed)
+    ]
+    of_rows = zip(row_cast.row_cast(x, dtype=fp8), row_cast.reference(x, dtype=fp8), strict=True)
+    of_columns = column_scale.column_scale(x, dtype=fp8), column_scale.reference(x, dtype=fp8)
+    for got, expected in (*zip((*both, *alone), (plain, transposed) * 2, strict=True), *of_rows, of_columns):
         same_bits(got, expected)
-    same_bits(column_scale.column_scale(x, dtype=fp8), column_scale.reference(x, dtype=fp8))
+
+
+@on_host
+def test_what_kernels_take_is_said():
+    fp8, x = torch.float8_e4m3fn, torch.zeros(4, 16, dtype=torch.bfloat16)
+    for tensor, dtype, reason in (
+        (x[0], fp8, "the kernels take 2-D tensors, and this one has 1 dimensions"),
+        (x.long(), fp8, "the kernels read bfloat16, float16 and float32, not torch.int64"),
+        (x, torch.bfloat16, "the kernels write float8, not torch.bfloat16"),
+        (x, fp8, "Triton has no kernels for device 'cpu'"),
+    ):
+        assert launch.why_not(tensor, dtype) == reason
 
 
 @on_host
