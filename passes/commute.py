@@ -17,7 +17,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d, size_hint
 
-from .gather import FLOATS, Gathered, Reader, Step, is_movement, is_padding, shard_axes
+from .gather import FLOATS, Gathered, Reader, Step, is_of_gather, is_padding, shard_axes
 from .matmuls import FLOAT8_MATMULS
 from .operand import CASTS, shape_of
 from .rewrite import RECOMPUTED
@@ -233,7 +233,7 @@ def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -
         raise _Refused("scale is not the amax of the gathered tensor", scale.name)
     if any(step.kind == "pad" for step in amax.steps):
         raise _Refused("padded after the gather, with rowwise scales")
-    if _is_gathered(gathered.shard) and any(step.kind == "unpad" for step in amax.steps):
+    if is_of_gather(gathered.shard) and any(step.kind == "unpad" for step in amax.steps):
         # DTensor pads what the other gather gives on the ranks of the last shards alone, and there it would stay as it is
         raise _Refused("uneven over two dimensions of a mesh, with rowwise scales")
     per_step, shape = shard_axes(amax, dim), shape_of(gathered.shard)
@@ -246,13 +246,6 @@ def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -
     if len(axes) == len(shape):
         raise _Refused("one row that is all of the shard")
     return Copy({scale: amax}, dtype, amax.casts, axes, amax.gathered_dim not in axes)
-
-
-def _is_gathered(shard: fx.Node) -> bool:
-    """Whether a shard is what another gather gives, or a part of it."""
-    while is_movement(shard):
-        shard = shard.all_input_nodes[0]
-    return shard.target is c10d.wait_tensor.default
 
 
 def reduced_dim(amax: Reader) -> int | None:

@@ -31,13 +31,13 @@ from f8fx.torch_private import overwritten_inputs
 
 from .choice import ALIGNMENT, Convert
 from .columns import is_over_rows
+from .gather import is_gathered
 from .in_memory import is_in_memory, part_in_memory
 from .operand import (
     PERMUTES,
     SAME_ORDER,
     base_of,
     flat_base,
-    is_gathered,
     is_part_of,
     is_same,
     readers,

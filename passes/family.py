@@ -19,9 +19,10 @@ from f8fx.recipe import Role
 from .bias import settled
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
+from .gather import is_gathered
 from .gemm import Gemm, Operand, Unmatched
 from .lifetimes import Members, copied_out
-from .operand import is_gathered, is_same, shape_of
+from .operand import is_same, shape_of
 from .sums import Sum, sum_of
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.torch_private import is_collective, schema_of
+from f8fx.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -299,15 +299,3 @@ def is_part_of_input(node: fx.Node) -> bool:
     while node.target in KEEP_VALUES:
         node = node.all_input_nodes[0]
     return is_given(node)
-
-
-def is_gathered(node: fx.Node) -> bool:
-    """Whether a value is what came out of a collective, moved, cast or written to another tensor."""
-    while node.op == "call_function":
-        if node.target is aten.copy.default:
-            node = node.args[1]  # type: ignore[assignment]
-        elif node.target in MOVEMENTS or node.target in CASTS:
-            node = node.all_input_nodes[0]
-        else:
-            break
-    return is_collective(node)

@@ -134,6 +134,23 @@ def test_shards_that_are_gathered_themselves_and_uneven(recipe, reason):
         assert report.gathers[-1].reason == reason, report.gathers
 
 
+def test_uneven_shards_of_a_sum_over_ranks():
+    """What a reduce-scatter gave, and sequence parallelism gathers again, is no gather: on the last ranks it is only padded."""
+
+    def f(x, w):
+        return gather(reduce_scattered(x))[:45] @ w.t()
+
+    def padded(x, w):
+        return gather(torch.nn.functional.pad(reduce_scattered(x)[:9], (0, 0, 0, 3)))[:45] @ w.t()
+
+    def reduce_scattered(x):
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 4, "0"))
+
+    for recipe in ("tensorwise", "rowwise"):
+        for function in (f, padded):
+            assert_moves(function, (48, 64), (32, 64), recipe=recipe)
+
+
 def side_by_side(x, dim):
     """A tensor gathered along a dimension that is not the first."""
     return torch.cat(torch.split(gather(x), x.shape[0]), dim)

@@ -322,14 +322,22 @@ def test_gathered_weights():
     from torch.distributed._functional_collectives import all_gather_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def f(x, a, b):
-        return gate_up(x.sin(), *(all_gather_tensor(w, 0, group=dist.group.WORLD) for w in (a, b)))
+    def gathered(weight, dim, how):
+        whole = all_gather_tensor(weight, dim, group=dist.group.WORLD)
+        if how == "copied":
+            return whole.clone()
+        return F.pad(whole, (0, 0, 0, 16)) if how == "padded" else whole
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        unmerged(
-            "the weight is gathered in the graph", f, randn(M, K, grad=False), *weights(16, 16, grad=False)
-        )
+        for dim, how in ((0, ""), (1, ""), (0, "copied"), (0, "padded")):
+
+            def f(x, a, b, dim=dim, how=how):
+                return gate_up(x.sin(), *(gathered(w, dim, how) for w in (a, b)))
+
+            sizes = (16, K) if dim == 0 else (64, K // 4)
+            shards = [randn(*sizes, grad=False, seed=seed) for seed in range(2)]
+            unmerged("the weight is gathered in the graph", f, randn(M, K, grad=False), *shards)
     finally:
         dist.destroy_process_group()
 
