@@ -111,9 +111,10 @@ def is_uneven(node: fx.Node) -> bool:
 
 
 def expanded_parameter(batched: fx.Node, weights: Collection[fx.Node] = ()) -> fx.Node | None:
-    """The parameter that an operand of a batched matmul is, or that weight, at most expanded, and cast, on its way."""
+    """The parameter that an operand of a batched matmul is, or that weight, at most expanded, copied, and cast, on its way."""
     node = base_of(batched)
-    while node.target in CASTS or node.target is aten.expand.default:
+    # of `x @ w` with a matrix for each head the product of batch and heads is made by a copy
+    while node.target in CASTS or node.target in (aten.expand.default, aten.clone.default):
         if node in weights:  # a cast parameter is one
             break
         node = base_of(node.args[0])  # type: ignore[arg-type]

@@ -238,6 +238,9 @@ def test_a_batched_matmul_with_a_parameter_says_so():
         decisions = report_of(lambda x, computed=computed: torch.bmm(x, computed()), x).decisions
         assert {d.reason for d in decisions} == wanted
         assert sorted(d.role for d in decisions) == ["grad_input", "grad_weight", "output"]
+    heads = report_of(lambda x: x @ experts.weight, randn(3, 2, 16, 32))  # of each of three in the batch
+    assert {d.reason for d in heads.decisions} == wanted
+    assert sorted(d.role for d in heads.decisions) == ["grad_input", "grad_weight", "output"]
 
 
 def test_a_matrix_that_is_expanded_and_then_cast_is_one():
