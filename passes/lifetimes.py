@@ -54,10 +54,23 @@ def copied_out(members: Members, backward: Set[fx.Node]) -> frozenset[fx.Node]:
         members: forward matmuls that become one.
         backward: the nodes of the backward.
     """
-    nodes = [conversion.gemm.node for conversion in members]
-    saved = {conversion.gemm.node for conversion in members if _outlives(conversion, backward)}
-    returned = {node for node in nodes if _is_returned(node)}
-    return frozenset(returned | (saved if len(saved) < len(nodes) else set()))
+    return _copied(members, _saved(members, backward), _returned(members))
+
+
+def _saved(members: Members, backward: Set[fx.Node]) -> set[fx.Node]:
+    """The matmuls whose results are kept for the backward."""
+    return {conversion.gemm.node for conversion in members if _outlives(conversion, backward)}
+
+
+def _returned(members: Members) -> set[fx.Node]:
+    """The matmuls whose results leave the graph."""
+    return {conversion.gemm.node for conversion in members if _is_returned(conversion.gemm.node)}
+
+
+def _copied(members: Members, saved: Set[fx.Node], returned: Set[fx.Node]) -> frozenset[fx.Node]:
+    """Those of the matmuls that are copied out of one product; none for being saved, if all of it is."""
+    nodes = {conversion.gemm.node for conversion in members}
+    return frozenset(nodes & returned if nodes <= saved else nodes & (returned | saved))
 
 
 def copied_bytes(members: Members, copied: frozenset[fx.Node]) -> int:
@@ -130,9 +143,11 @@ def partitions(
         trains: whether the gradients of the layers are merged too.
         model: the cost model of what they are decided for.
     """
-    saved = [conversion for conversion in members if _outlives(conversion, backward)]
+    outliving = _saved(members, backward)
+    saved = [conversion for conversion in members if conversion.gemm.node in outliving]
     if not saved or len(saved) == len(members) or size_hint(members[0].gemm.m) is None:
         return [[members]]
+    returned = _returned(members)
     saved.sort(key=lambda conversion: int(conversion.gemm.n))
     found: list[list[Members]] = [[members]]
     for number in range(1, len(saved) + 1):
@@ -141,25 +156,27 @@ def partitions(
         apart = [conversion for conversion in members if conversion.gemm.node in together]
         if len(rest) > 1 or len(apart) > 1:
             found.append([rest, apart])
-    return sorted(found, key=lambda groups: _seconds(groups, backward, trains, model))
+
+    def seconds(groups: Sequence[Members]) -> float:
+        return sum(_seconds(group, _copied(group, outliving, returned), trains, model) for group in groups)
+
+    return sorted(found, key=seconds)
 
 
-def _seconds(groups: Sequence[Members], backward: Set[fx.Node], trains: bool, model: CostModel) -> float:
-    """Predicted time of the gemms, of what is copied out of them, and of adding up their input gradients."""
-    total = 0.0
-    for members in groups:
-        first = members[0].gemm
-        m, k, n = (
-            int(size_hint(first.m) or 0),
-            int(size_hint(first.k) or 0),
-            sum(int(c.gemm.n) for c in members),
-        )
-        rowwise, exact = members[0].spec.is_rowwise, members[0].spec.scales_after_gemm
-        for sizes in ((m, k, n), (m, n, k), (n, m, k)) if trains else ((m, k, n),):
-            total += model.gemm_seconds(*sizes, True, rowwise, exact)
-        total += model.copy_seconds(copied_bytes(members, copied_out(members, backward)))
-        if trains:
-            total += model.copy_seconds(m * k * first.dtype.itemsize) / 2  # read for the sum
+def _seconds(members: Members, copied: frozenset[fx.Node], trains: bool, model: CostModel) -> float:
+    """Predicted time of the gemms of layers that become one, of what is copied out of them, and of adding up the input gradient."""
+    first = members[0].gemm
+    m, k, n = (
+        int(size_hint(first.m) or 0),
+        int(size_hint(first.k) or 0),
+        sum(int(c.gemm.n) for c in members),
+    )
+    rowwise, exact = members[0].spec.is_rowwise, members[0].spec.scales_after_gemm
+    total = model.copy_seconds(copied_bytes(members, copied))
+    for sizes in ((m, k, n), (m, n, k), (n, m, k)) if trains else ((m, k, n),):
+        total += model.gemm_seconds(*sizes, True, rowwise, exact)
+    if trains:
+        total += model.copy_seconds(m * k * first.dtype.itemsize) / 2  # read for the sum
     return total
 
 

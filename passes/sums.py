@@ -34,10 +34,10 @@ def sum_of(gradients: Sequence[fx.Node]) -> Sum | None:
     """The one sum that uses the gradients of an input, and uses nothing of them but their sum."""
     summands = [_through_views(gradient) for gradient in gradients]
     chains = [_additions(summand) for summand in summands]
-    common = [node for node in chains[0] if all(node in chain for chain in chains[1:])]
-    if not common:
+    common = set(chains[0]).intersection(*chains[1:])
+    root = next((node for node in chains[0] if node in common), None)
+    if root is None:
         return None
-    root = common[0]
     inside = {node for chain in chains for node in chain[: chain.index(root) + 1]}
     others: list[fx.Node] = []
     known = set(summands)
