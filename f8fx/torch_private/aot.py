@@ -52,7 +52,7 @@ def overwritten_inputs(graph: fx.Graph) -> list[fx.Node]:
     }
     (output,) = graph.find_nodes(op="output")
     results = [_whole(described) for described in output.meta.get("desc") or ()]
-    after = [_whole(found.mutated_input) for found in results if isinstance(found, InputMutationAOTOutput)]
+    after = {_whole(found.mutated_input) for found in results if isinstance(found, InputMutationAOTOutput)}
     return [
         node
         for node in graph.find_nodes(op="placeholder")
