@@ -155,8 +155,9 @@ class _Plan:
 
     def _share(self, index: int, leaving: Sequence[int] = ()) -> float:
         """Seconds of a gemm's casts, each divided by the gemms that use it once ``leaving`` are gone."""
+        # among the users is this gemm, which does not leave
         users = ((item, self.users[item]) for item in self.items[index])
-        return sum(self.seconds[item] / max(len(u) - sum(i in u for i in leaving), 1) for item, u in users)
+        return sum(self.seconds[item] / (len(u) - sum(i in u for i in leaving)) for item, u in users)
 
     def _own(self, index: int, leaving: Sequence[int]) -> float:
         """Seconds of the casts that no gemm but this one needs once ``leaving`` are gone."""
