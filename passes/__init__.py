@@ -254,12 +254,11 @@ class Pipeline:
     def rewritten(self, graph: fx.Graph) -> GraphReport:
         """The report on a graph that earlier passes have rewritten: all matmuls stay as they are."""
         found = self.find(graph)
-        order = {node: index for index, node in enumerate(graph.nodes)}
         skips = [
             *(Skip(gemm, "decided in the graph it was taken from") for gemm in found.gemms),
             *(Skip(unmatched, unmatched.reason) for unmatched in found.unmatched),
         ]
-        skips.sort(key=lambda skip: order[skip.gemm.node])
+        skips.sort(key=lambda skip: skip.gemm.node)
         report = GraphReport(self.recipe.name, training=bool(backward_nodes(graph)))
         report.decisions = [decision(skip) for skip in skips]
         report.target = _target_name(self.select, found)

@@ -36,10 +36,9 @@ class Amaxes:
     """Replaces ``amax`` of a whole tensor where its rows' or columns' amaxes exist or cost no read, in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        order = {node: index for index, node in enumerate(graph.nodes)}
         vectors: dict[fx.Node, fx.Node] = {}
         wholes: list[fx.Node] = []
-        for node in order:
+        for node in graph.nodes:
             if node.target is ops.amax and "f8fx" in node.meta:
                 if _dim(node) is None:
                     wholes.append(node)
@@ -52,7 +51,7 @@ class Amaxes:
                 if whole in backward and _is_summed(_source(whole), backward):
                     _derive(graph, whole, _inserter(graph, whole)(ops.amax, _source(whole), 0))
                 continue
-            if order[vector] > order[whole]:
+            if whole < vector:
                 if _is_forward(vector) != _is_forward(whole):
                     continue  # made in the forward, it would have to be kept for the backward
                 whole.prepend(vector)  # all it reads is what `whole` reads

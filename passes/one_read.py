@@ -91,10 +91,9 @@ class OneRead:
             return
         backward = backward_nodes(graph)
         found = [match for rows in amaxes if (match := self._match(rows, backward)) is not None]
-        order = {node: index for index, node in enumerate(graph.nodes)}
-        for launch in _launches(found, order):
+        for launch in _launches(found):
             kept = [_is_kept(match, backward) for match in launch]
-            for columns in itertools.compress(_replace(graph, launch, order), kept):
+            for columns in itertools.compress(_replace(graph, launch), kept):
                 for scale in columns.users:
                     if scale.target is ops.scale and ends_in(scale, backward):
                         # made with others where it is needed, not in a launch of its own in the forward
@@ -160,11 +159,11 @@ def _parts(source: fx.Node) -> list[fx.Node]:
     return list(source.args[0]) if source.target is ops.concat and source.args[1] == 0 else [source]  # type: ignore[arg-type]
 
 
-def _launches(found: Sequence[_Match], order: dict[fx.Node, int]) -> list[list[_Match]]:
+def _launches(found: Sequence[_Match]) -> list[list[_Match]]:
     """What is cast together: tensors of one form that are there from the start, in the order in which they are needed."""
     launches: list[list[_Match]] = []
     latest: dict[tuple[object, ...], list[_Match]] = {}
-    for match in sorted(found, key=lambda match: order[match.rows]):
+    for match in sorted(found, key=lambda match: match.rows):
         if all(map(_is_early, match.parts)):
             group = latest.get(match.form, [])
             tensors = sum(len(other.parts) for other in group) + len(match.parts)
@@ -213,9 +212,9 @@ def _is_kept(match: _Match, backward: set[fx.Node]) -> bool:
     )
 
 
-def _replace(graph: fx.Graph, launch: Sequence[_Match], order: dict[fx.Node, int]) -> list[fx.Node]:
+def _replace(graph: fx.Graph, launch: Sequence[_Match]) -> list[fx.Node]:
     """Returns the amaxes of columns."""
-    first = min((node for match in launch for node in (match.rows, match.columns)), key=order.__getitem__)
+    first = min(node for match in launch for node in (match.rows, match.columns))
     leader = launch[0]
     with graph.inserting_before(first):
         kernel = graph.call_function(

@@ -21,7 +21,7 @@ from f8fx.torch_private import c10d
 from .backward import backward_nodes
 from .gather import is_movement
 from .operand import shape_of
-from .rewrite import Inserter
+from .rewrite import Inserter, hoist
 
 aten = torch.ops.aten
 
@@ -71,44 +71,45 @@ def combine(graph: fx.Graph, reductions: Sequence[Reduction]) -> None:
     Of weights that are sharded over two dimensions of a mesh the reductions over one group read those over the other. So groups
     follow each other.
     """
-    order = {node: index for index, node in enumerate(graph.nodes)}
     groups: dict[Any, list[Reduction]] = defaultdict(list)
-    for reduction in sorted(reductions, key=lambda r: order[r.nodes[0]]):
+    for reduction in sorted(reductions, key=_first):
         groups[reduction.group].append(reduction)
     for of_group in groups.values():
         _combine(graph, of_group)
 
 
 def _combine(graph: fx.Graph, reductions: Sequence[Reduction]) -> None:
-    order = {node: index for index, node in enumerate(graph.nodes)}
     backward = backward_nodes(graph)
     buckets: dict[bool, list[list[Reduction]]] = defaultdict(list)
-    for reduction in sorted(reductions, key=lambda r: order[r.nodes[0]]):
+    for reduction in sorted(reductions, key=_first):
         # a tangent is an input of the joint graph, but is not there before the forward has run
         mine = buckets[reduction.amax in backward]
         # the last bucket only: ranks must agree on the order of collectives, and this keeps it
-        if mine and _hoistable(reduction.amax, mine[-1][0].nodes[0], order):
+        if mine and _hoistable(reduction.amax, _first(mine[-1][0])):
             mine[-1].append(reduction)
         else:
             mine.append([reduction])
-    for bucket in sorted((b for bs in buckets.values() for b in bs), key=lambda b: order[b[0].nodes[0]]):
+    for bucket in sorted((b for bs in buckets.values() for b in bs), key=lambda bucket: _first(bucket[0])):
         if len(bucket) > 1:
             _merge(graph, bucket)
 
 
-def _hoistable(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _first(reduction: Reduction) -> fx.Node:
+    return reduction.nodes[0]
+
+
+def _hoistable(node: fx.Node, anchor: fx.Node) -> bool:
     """Whether a value is there before `anchor`, or follows from what is by casts, views and an amax."""
-    if order.get(node, -1) < order[anchor]:
+    if node < anchor:
         return True
     can_move = is_movement(node) or node.target in (ops.amax, ops.rounded)
-    return can_move and all(_hoistable(source, anchor, order) for source in node.all_input_nodes)
+    return can_move and all(_hoistable(source, anchor) for source in node.all_input_nodes)
 
 
 def _merge(graph: fx.Graph, bucket: list[Reduction]) -> None:
     anchor = bucket[0].nodes[0]
-    order = {node: index for index, node in enumerate(graph.nodes)}
     for reduction in bucket[1:]:
-        _hoist(reduction.amax, anchor, order)
+        hoist(reduction.amax, anchor)
     insert = Inserter(graph, anchor, bucket[0].insert.provenance, marked=False)
     lengths = [shape_of(reduction.amax) for reduction in bucket]
     vectors = [
@@ -127,12 +128,3 @@ def _merge(graph: fx.Graph, bucket: list[Reduction]) -> None:
     for reduction in bucket:
         for node in reversed(reduction.nodes):
             graph.erase_node(node)
-
-
-def _hoist(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
-    if order.get(node, -1) < order[anchor]:
-        return
-    for source in node.all_input_nodes:
-        _hoist(source, anchor, order)
-    anchor.prepend(node)
-    order[node] = order[anchor] - 1

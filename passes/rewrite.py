@@ -143,6 +143,15 @@ def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
         erase_unused(graph, source)
 
 
+def hoist(node: fx.Node, anchor: fx.Node) -> None:
+    """Moves a node in front of another, and with it what it is computed from, as far as that stands behind the other."""
+    if not anchor < node:
+        return
+    for source in node.all_input_nodes:
+        hoist(source, anchor)
+    anchor.prepend(node)
+
+
 def _name(target: Callable[..., Any]) -> str:
     """A short name for a node: ``quantize``, not ``quantize_default_1``."""
     packet = getattr(target, "overloadpacket", target)

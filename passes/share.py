@@ -28,6 +28,7 @@ from .backward import backward_nodes
 from .marked import fold
 from .matmuls import FLOAT8_MATMULS
 from .operand import base_of, is_given
+from .rewrite import hoist
 
 
 class Share:
@@ -73,7 +74,6 @@ def _join_equal(graph: fx.Graph) -> None:
 def _join_layouts(graph: fx.Graph, weights_at_once: bool) -> None:
     backward = backward_nodes(graph)
     groups: dict[tuple[Any, Any], dict[bool, fx.Node]] = defaultdict(dict)
-    order = {node: index for index, node in enumerate(graph.nodes)}
     for node in _inserted(graph):
         # copies of a gradient are both made in the backward; without a backward there is one half
         if node.target is not ops.quantize:
@@ -88,7 +88,7 @@ def _join_layouts(graph: fx.Graph, weights_at_once: bool) -> None:
             continue
         # a weight with two scales is read once more for the second, in the forward or the backward
         if not backward or source in backward or pair[False].args[1] is pair[True].args[1]:
-            _join_pair(graph, pair[False], pair[True], order)
+            _join_pair(graph, pair[False], pair[True])
 
 
 def _is_weight(node: Any) -> bool:
@@ -98,14 +98,11 @@ def _is_weight(node: Any) -> bool:
     return is_given(base_of(node))
 
 
-def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node, order: dict[fx.Node, int]) -> None:
+def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node) -> None:
     """Replaces two ``quantize`` of one tensor by one ``quantize_both``, where the first one stood."""
-    first = min((plain, transposed), key=order.__getitem__)
-    later_inputs = [
-        n for n in (*plain.all_input_nodes, *transposed.all_input_nodes) if order[n] > order[first]
-    ]
-    for node in sorted(later_inputs, key=order.__getitem__):
-        _hoist(node, first, order)
+    first = min(plain, transposed)
+    for node in (*plain.all_input_nodes, *transposed.all_input_nodes):
+        hoist(node, first)
     with graph.inserting_before(first):
         both = graph.create_node(
             "call_function",
@@ -128,12 +125,3 @@ def _join_pair(graph: fx.Graph, plain: fx.Node, transposed: fx.Node, order: dict
     for old, new in zip((plain, transposed), outputs, strict=True):
         old.replace_all_uses_with(new)
         graph.erase_node(old)
-
-
-def _hoist(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Moves an inserted node, and the inserted nodes it needs, before `anchor`."""
-    for source in node.all_input_nodes:
-        if order[source] > order[anchor]:
-            _hoist(source, anchor, order)
-    anchor.prepend(node)
-    order[node] = order[anchor]
