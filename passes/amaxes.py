@@ -25,7 +25,7 @@ from f8fx.torch_private import sums_both_ways
 from .backward import backward_nodes
 from .columns import column_sums, inputs_of, is_over_rows, side_by_side
 from .in_memory import is_in_memory
-from .operand import shape_of
+from .operand import amax_dim, shape_of
 from .rewrite import Inserter, Provenance
 
 #: A tensor of at most so many bytes is still in the cache when it is read again: half of an H100's.
@@ -40,7 +40,7 @@ class Amaxes:
         wholes: list[fx.Node] = []
         for node in graph.nodes:
             if node.target is ops.amax and "f8fx" in node.meta:
-                if _dim(node) is None:
+                if amax_dim(node) is None:
                     wholes.append(node)
                 else:
                     vectors.setdefault(_source(node), node)
@@ -62,10 +62,6 @@ def _source(amax: fx.Node) -> fx.Node:
     source = amax.args[0]
     assert isinstance(source, fx.Node)
     return source
-
-
-def _dim(amax: fx.Node) -> object:
-    return amax.args[1] if len(amax.args) > 1 else amax.kwargs.get("dim")
 
 
 def _is_forward(node: fx.Node) -> bool:

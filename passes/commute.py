@@ -19,7 +19,7 @@ from f8fx.torch_private import c10d, size_hint
 
 from .gather import FLOATS, Gathered, Reader, Step, is_of_gather, is_padding, shard_axes
 from .matmuls import FLOAT8_MATMULS
-from .operand import CASTS, shape_of
+from .operand import CASTS, amax_dim, shape_of
 from .rewrite import RECOMPUTED
 
 aten = torch.ops.aten
@@ -225,7 +225,7 @@ def _uses(reader: Reader) -> list[tuple[fx.Node, int | None, Use]]:
 def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -> Copy:
     amax = _amax_of(gathered, scale)
     dtype: torch.dtype = reader.node.kwargs["dtype"]  # type: ignore[assignment]
-    if amax is None or amax.casts != reader.casts or reduced_dim(amax) != dim:
+    if amax is None or amax.casts != reader.casts or amax_dim(amax.node) != dim:
         raise _Refused("scale is not the amax of the gathered tensor", scale.name)
     if dim is None:
         return Copy({scale: amax}, dtype, amax.casts, None, False)
@@ -246,11 +246,6 @@ def _copy(gathered: Gathered, reader: Reader, scale: fx.Node, dim: int | None) -
     if len(axes) == len(shape):
         raise _Refused("one row that is all of the shard")
     return Copy({scale: amax}, dtype, amax.casts, axes, amax.gathered_dim not in axes)
-
-
-def reduced_dim(amax: Reader) -> int | None:
-    """The dimension of the operand that an amax runs over."""
-    return amax.node.args[1] if len(amax.node.args) > 1 else None  # type: ignore[return-value]
 
 
 def _amax_of(gathered: Gathered, scale: fx.Node) -> Reader | None:

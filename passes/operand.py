@@ -65,6 +65,11 @@ def shape_of(node: fx.Node) -> tuple:
     return tuple(node.meta["val"].shape)
 
 
+def is_size(node: fx.Node) -> bool:
+    """Whether a value is a number of elements, by which a tensor can be cut or shaped, and no tensor."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
 def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Whether two sizes are known to be equal, without adding a guard."""
     if isinstance(a, int) and isinstance(b, int):
@@ -150,6 +155,11 @@ def permutation(node: fx.Node) -> list[int]:
         order[i], order[j] = order[j], order[i]
         return order
     return [d % rank for d in cast("list[int]", node.args[1])]
+
+
+def amax_dim(amax: fx.Node) -> int | None:
+    """The dimension that an ``f8fx.amax`` runs over; ``None``: all."""
+    return amax.args[1] if len(amax.args) > 1 else amax.kwargs.get("dim")  # type: ignore[return-value]
 
 
 def _product(sizes: list) -> int | torch.SymInt:

@@ -23,7 +23,7 @@ from f8fx.torch_private import (
     keeps_its_address,
 )
 
-from .operand import CASTS, base_of, input_of, is_given, is_same, shape_of
+from .operand import CASTS, base_of, input_of, is_given, is_same, is_size, shape_of
 
 aten = torch.ops.aten
 
@@ -162,7 +162,7 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             elif node.meta.get(_HELD):
                 found.held.add(node)
         elif node.op == "call_function":
-            inputs = [source for source in node.all_input_nodes if not _is_size(source)]
+            inputs = [source for source in node.all_input_nodes if not is_size(source)]
             sources = [source for source in inputs if source not in fixed]
             if not sources:
                 if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -178,11 +178,6 @@ def of_parameters(graph: fx.Graph) -> OfParameters:
             elif all(source in found.all or source in found.held for source in sources):
                 found.held.add(node)
     return found
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Whether a value is a size, by which a parameter can be cut: ``w[:n]``."""
-    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def is_repeated(node: fx.Node) -> bool:

@@ -17,11 +17,11 @@ from torch import fx
 from f8fx import ops
 
 from . import gather
-from .commute import Copy, Move, Use, reduced_dim
+from .commute import Copy, Move, Use
 from .fake import set_value_by_layout
 from .gather import SIZE, Reader, all_gather, is_movement, shard_axes, wait_tensor
 from .in_memory import is_in_memory
-from .operand import CASTS, shape_of
+from .operand import CASTS, amax_dim, shape_of
 from .reduction import Reduction, insert_reduction
 from .rewrite import MARKS, Inserter
 from .rounding import COMPUTED_AS_FLOAT32
@@ -164,7 +164,7 @@ class Rewrite:
 
     def _whole_scale(self, insert: Inserter, copy: Copy, reader: Reader) -> fx.Node:
         """The scales of all ranks in the order of the rows or columns of what a reader reads."""
-        dim = reduced_dim(reader)
+        dim = amax_dim(reader.node)
         assert copy.axes is not None and dim is not None
         per_step = shard_axes(reader, dim)
         assert per_step is not None

@@ -28,6 +28,7 @@ from f8fx.torch_private import input_position
 
 from .backward import is_tangent
 from .experts import stacked
+from .operand import amax_dim
 from .rewrite import erase_unused
 
 
@@ -219,7 +220,7 @@ def _format_of(quantize: fx.Node) -> CastFormat | None:
     amax = scale.args[0] if scale.target is ops.scale else None
     if not isinstance(amax, fx.Node) or amax.target is not ops.amax or amax.args[0] is not source:
         return None
-    dim = amax.args[1] if len(amax.args) > 1 else amax.kwargs.get("dim")
+    dim = amax_dim(amax)
     kwargs = quantize.kwargs
     if dim != kwargs.get("dim") or scale.kwargs["dtype"] != kwargs["dtype"]:
         return None

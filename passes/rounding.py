@@ -23,7 +23,7 @@ from f8fx import ops
 from f8fx.torch_private import is_of_torch, is_operator
 
 from .in_memory import is_in_memory
-from .operand import is_view
+from .operand import is_size, is_view
 from .rewrite import Inserter, insert_behind
 
 aten = torch.ops.aten
@@ -84,10 +84,6 @@ def _is_read_by_others(value: fx.Node) -> bool:
     return any(
         _is_read_by_others(user)
         if is_view(user) or user.target is ops.concat
-        else user.target not in _CASTING and not _is_size(user)
+        else user.target not in _CASTING and not is_size(user)
         for user in value.users
     )
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (int, torch.SymInt))
