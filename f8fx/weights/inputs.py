@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from f8fx.kernels.cast import padding
 from f8fx.passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
 from f8fx.torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
 
@@ -120,7 +121,8 @@ def shape_of(shape: tuple[int, int], form: ScaleFormat | CastFormat) -> tuple[in
     if isinstance(form, ScaleFormat):
         return () if form.dim is None else (shape[1 - form.dim],)
     rows, columns = shape[::-1] if form.transpose else shape
-    return _round_up(rows, form.align[0]), _round_up(columns, form.align[1])
+    sizes = zip((rows, columns), form.align, strict=True)
+    return tuple(size + padding(size, multiple) for size, multiple in sizes)
 
 
 def dtype_of(form: ScaleFormat | CastFormat) -> torch.dtype:
@@ -167,10 +169,6 @@ def noting_training(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(*args)
 
     return run
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return (size + multiple - 1) // multiple * multiple
 
 
 def _say_refused(reason: str) -> None:
