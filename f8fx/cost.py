@@ -289,14 +289,12 @@ class CostModel:
         recipe: Recipe,
         roles: Sequence[Role] = ROLES,
         itemsize: int = 2,
-        sharers: int = 1,
     ) -> LayerCost:
         """Cost of one layer, input [m, k], weight [n, k], in high precision and under a recipe.
 
         Args:
             roles: which of the three gemms exist (inference has only ``"output"``).
             itemsize: bytes per element in high precision.
-            sharers: how many layers read the same input and so share its casts (3 for q/k/v).
         """
         high = float8 = 0.0
         for role in roles:
@@ -311,7 +309,7 @@ class CostModel:
             )
         shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
         for cast in self._casts(recipe, roles):
-            seconds = self.cast_seconds(
+            float8 += self.cast_seconds(
                 *shapes[cast.kind],
                 itemsize,
                 cast.rowwise,
@@ -321,7 +319,6 @@ class CostModel:
                 int(cast.transposed),
                 cast.kind,
             )
-            float8 += seconds / (sharers if cast.kind == "input" else 1)
         return LayerCost(high, float8, self.calibration.margin)
 
     def expression(

@@ -349,13 +349,6 @@ def test_transposed_copies_are_paid_for_on_every_target() -> None:
     assert CostModel(b200).layer(*shape, recipe) == strict.layer(*shape, recipe)
 
 
-def test_sharers_split_the_input() -> None:
-    recipe = Recipe.named("tensorwise")
-    alone, shared = (H100.layer(8192, 4096, 1024, recipe, sharers=s).float8_seconds for s in (1, 3))
-    both_copies = H100.cast_seconds(8192, 4096, 2, False, 2, amax_fused=True)
-    assert alone - shared == pytest.approx(both_copies * 2 / 3)
-
-
 def test_rescale_reads_and_writes_the_result() -> None:
     plain, rescaled = (H100.gemm_seconds(8192, 4096, 4096, True, True, rescale) for rescale in (False, True))
     bandwidth = H100.hardware.memory_bandwidth * H100.calibration.memory_efficiency
