@@ -34,7 +34,8 @@ from .torch_private import CustomGraphPass, group_backends, inductor_cache_dir, 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """
+    """The key of one compiled Dynamo graph, in Inductor's caches and for the record of decisions beside them.
+
     Attributes:
         uuid: what the passes' decisions depend on beyond the graph; ``None``: not cacheable.
         graph: identifies Dynamo's graph and its inputs, and the machine, for the record of decisions.

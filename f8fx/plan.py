@@ -44,6 +44,11 @@ class PlannedGemm:
     """One gemm [m, k] x [k, n] that could be converted; gemms of one ``layer`` decide together.
 
     Attributes:
+        itemsize: bytes per element of the gemm as it is.
+        rowwise: whether its operands have scale vectors.
+        rescale: whether it accumulates exactly, so that a kernel of its own may apply these
+            (:meth:`f8fx.cost.CostModel.gemm_seconds`).
+        operands: left and right.
         experts: see :meth:`f8fx.cost.CostModel.gemm_seconds`.
     """
 

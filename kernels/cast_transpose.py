@@ -225,7 +225,8 @@ def grid(rows: int, columns: int) -> Callable[[dict[str, Any]], tuple[int]]:
 
 
 def check_scale(x: Tensor, scale: Tensor, dim: int | None) -> None:
-    """
+    """Checks a scale before its kernel reads memory by its size.
+
     Raises:
         ValueError: ``scale`` cannot multiply ``x`` along ``dim``, or is not contiguous float32.
     """

@@ -65,7 +65,7 @@ def _source(conversion: Convert) -> fx.Node:
     return source
 
 
-def side_by_side(members: Sequence[Convert], insert: Inserter) -> fx.Node | None:
+def concatenated_biases(members: Sequence[Convert], insert: Inserter) -> fx.Node | None:
     """What the gemm that layers have become adds, zeros for those without a bias; ``None`` where it adds nothing.
 
     Args:

@@ -48,7 +48,7 @@ from f8fx.cost import CostModel
 from f8fx.report import MergeDecision
 
 from .backward import backward_nodes
-from .bias import side_by_side
+from .bias import concatenated_biases
 from .choice import Choice, Convert, current, reading
 from .family import Apart, Family, families, gemms, users_between
 from .gemm import Gemm
@@ -195,7 +195,7 @@ class _Rewrite:
         weight = insert(ops.concat, [self._now(c.gemm.right.node) for c in members], 0 if transposed else 1)
         right = _as_operand(insert, weight, transposed, first.dtype)
         left = first.node.args[1 if first.node.target is aten.addmm.default else 0]
-        bias = side_by_side(members, insert)
+        bias = concatenated_biases(members, insert)
         if bias is None:
             product = insert(aten.mm.default, left, right)
         else:

@@ -62,9 +62,10 @@ class Provenance:
 
 
 class Inserter:
-    """Inserts nodes before one anchor, each with a fake value and the anchor's provenance.
+    """Inserts nodes before one anchor, each with a fake value and the anchor's metadata.
 
     Args:
+        provenance: what the new nodes have as ``meta["f8fx"]``.
         marked: whether new nodes take over the anchor's checkpointing marks too.
     """
 

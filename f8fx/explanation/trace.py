@@ -1,4 +1,4 @@
-"""Tracing a model for :mod:`f8fx.explain`: nothing runs and nothing is allocated.
+"""Tracing a model for :func:`f8fx.explain`: nothing runs and nothing is allocated.
 
 A copy of the model whose tensors are *fakes* (:mod:`f8fx.explanation.replica`) is called under ``torch.compile`` with
 fakes as inputs, as if on a GPU (:mod:`f8fx.explanation.target`). The backend there only looks: it has AOTAutograd build

@@ -88,7 +88,8 @@ class _Graph(Matter):
         return _Graph(traffic.ranks, about, traffic.sends, traffic.group)
 
     def compare(self, others: Sequence[tuple[str, ...]], device: torch.device) -> None:
-        """
+        """All ranks of the group tell each other, in one small all-reduce, a hash of what was decided for the graph that they are about to run.
+
         Raises:
             RankDisagreement: if ranks are about to run graphs that were decided differently; not on GPUs.
         """

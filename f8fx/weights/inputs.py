@@ -93,7 +93,7 @@ def extended(
     shapes = {weight.position: weight.shape for weight in inputs.weights}
     for copies in inputs.copies:
         device = example_inputs[copies.place.positions[0]].device
-        shape = side_by_side([shapes[position] for position in copies.place.positions], copies.place.dim)
+        shape = arranged_shape([shapes[position] for position in copies.place.positions], copies.place.dim)
         for form in copies.formats:
             with graph.inserting_after(last):
                 last = graph.placeholder(f"f8fx_weight_{len(examples)}")
@@ -106,7 +106,7 @@ def extended(
     return result, examples
 
 
-def side_by_side(shapes: Sequence[tuple[int, ...]], dim: int) -> tuple[int, int]:
+def arranged_shape(shapes: Sequence[tuple[int, ...]], dim: int) -> tuple[int, int]:
     """The shape of matrices side by side along a dimension, or of those of experts below each other."""
     if len(shapes[0]) == 3:
         experts, *sizes = shapes[0]

@@ -139,7 +139,7 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 # -- what graphs call -----------------------------------------------------------------------------
 
 
-#: Parameters that are cast as one, how they are put together (:func:`arranged`), and the formats.
+#: Parameters that are cast as one, how they are put together (:func:`f8fx.weights.copies.arranged`), and the formats.
 Wanted = tuple[Sequence[Tensor], int, Sequence[Format]]
 
 

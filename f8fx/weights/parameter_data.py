@@ -2,7 +2,7 @@
 
 An in-place write through ``p.data`` does not count in ``p._version``: each alias has a version counter of
 its own, which is what the alias is for. To see such writes, ``nn.Parameter`` gets a Python property ``data``
-(:func:`install`) for as long as someone watches. It does what PyTorch's does and tells the watcher; and the
+(:class:`Installation`) for as long as someone watches. It does what PyTorch's does and tells the watcher; and the
 aliases of one parameter can be made to share one counter (:func:`with_version_of`), which then
 tells of writes through any of them, and through any view of them, at any later time.
 """
