@@ -64,32 +64,48 @@ class Materialize:
     """Marks tensors, in place."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
-            # with one reader there is nothing to spare
-            if is_residual_sum(node) and len(readers(node, SAME_ORDER)) > 1:
-                _mark(graph, node, "output")
+        _mark_residual_sums(graph)
         backward = backward_nodes(graph)
-        for node in [n for n in graph.nodes if n in backward and n.target not in SAME_ORDER]:
-            if is_pointwise(node) and _is_cast_in_other_rows(node) and _is_gradient_of_norm(node, backward):
-                _mark(graph, node, "grad_input")
-        moved = _moved(graph, backward)
-        for both in graph.find_nodes(op="call_function", target=ops.quantize_both):
-            source: Any = both.args[0]
-            if (both.kwargs["dim"], both.kwargs["dim_t"]) != (1, 0):
-                continue
-            parts = side_by_side(source)
-            own = moved.intersection(parts)
-            if own and all(part in own or is_in_memory(part) for part in parts):
-                _mark(graph, source, both.meta["f8fx"].role, whole=True)
-                continue
-            for part in filter(
-                own.__contains__, parts
-            ):  # those that are computed where they lie stay as they are
-                _mark(graph, part, both.meta["f8fx"].role)
-        for node in graph.find_nodes(op="call_function", target=GROUPED_MM):
-            for source in dict.fromkeys(map(base_of, node.args[:2])):
-                if source in backward and not is_in_memory(source) and any(_cast_matrices(source)):
-                    _mark(graph, source, "grad_weight")
+        _mark_gradients_of_norms(graph, backward)
+        _mark_moved_gradients(graph, backward)
+        _mark_for_grouped_matmuls(graph, backward)
+
+
+def _mark_residual_sums(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        # with one reader there is nothing to spare
+        if is_residual_sum(node) and len(readers(node, SAME_ORDER)) > 1:
+            _mark(graph, node, "output")
+
+
+def _mark_gradients_of_norms(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    for node in [n for n in graph.nodes if n in backward and n.target not in SAME_ORDER]:
+        if is_pointwise(node) and _is_cast_in_other_rows(node) and _is_gradient_of_norm(node, backward):
+            _mark(graph, node, "grad_input")
+
+
+def _mark_moved_gradients(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    moved = _moved(graph, backward)
+    for both in graph.find_nodes(op="call_function", target=ops.quantize_both):
+        source: Any = both.args[0]
+        if (both.kwargs["dim"], both.kwargs["dim_t"]) != (1, 0):
+            continue
+        role = both.meta["f8fx"].role
+        parts = side_by_side(source)
+        own = moved.intersection(parts)
+        if own and all(part in own or is_in_memory(part) for part in parts):
+            _mark(graph, source, role, whole=True)
+            continue
+        # those that are computed where they lie stay as they are
+        for part in filter(own.__contains__, parts):
+            _mark(graph, part, role)
+
+
+def _mark_for_grouped_matmuls(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    for node in graph.find_nodes(op="call_function", target=GROUPED_MM):
+        for source in dict.fromkeys(map(base_of, node.args[:2])):
+            if source in backward and not is_in_memory(source) and any(_cast_matrices(source)):
+                _mark(graph, source, "grad_weight")
 
 
 def _mark(graph: fx.Graph, node: fx.Node, role: str, **options: bool) -> None:
