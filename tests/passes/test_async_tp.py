@@ -17,7 +17,7 @@ from f8fx.passes.fake import set_value
 from f8fx.passes.rewrite import Inserter
 from tests.distributed.test_tensor_parallel import Net, parallel, tp_mesh
 from tests.helpers import bf16, joint_graphs, randn
-from tests.passes.test_collectives import c10d, four_ranks, gather, graph_of, passed, side_by_side  # noqa: F401
+from tests.passes.gathers import c10d, four_ranks, gather, graph_of, passed, side_by_side  # noqa: F401
 
 aten = torch.ops.aten
 SENT = (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8fx.passes import async_tp, describe
 from f8fx.passes.by_rank import sent_by
 from tests.helpers import randn
+from tests.passes.gathers import c10d, four_ranks, gather, graph_of, passed  # noqa: F401
 from tests.passes.test_async_tp import row, row_sliced, row_stacked
-from tests.passes.test_collectives import c10d, four_ranks, gather, graph_of, passed  # noqa: F401
 
 aten = torch.ops.aten
 
