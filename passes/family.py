@@ -15,6 +15,7 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.recipe import Role
+from f8fx.torch_private import stands_for_writes
 
 from .bias import settled
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
@@ -22,7 +23,7 @@ from .fqn import short_names
 from .gather import is_gathered
 from .gemm import Gemm, Operand, Unmatched
 from .lifetimes import Members, copied_out
-from .operand import is_same, shape_of
+from .operand import KEEP_VALUES, is_same, shape_of
 from .sums import Sum, sum_of
 
 aten = torch.ops.aten
@@ -214,7 +215,21 @@ def _unfit(conversion: Convert) -> str:
         return "needs padding"
     if gemm.right.node.target in ops.MARKERS:
         return "the weight is float8 already"
+    if _is_written(gemm.right.node):
+        return "an operator writes to the weight"
     return "the weight is gathered in the graph" if is_gathered(gemm.right.node) else ""
+
+
+def _is_written(weight: fx.Node) -> bool:
+    """Whether an operator writes to what a weight is, or is moved or cast of.
+
+    It would have to wait until the parts of the joined weight are read, for which Inductor of torch 2.13 does not see.
+    """
+    while not any(stands_for_writes(user.target) for user in weight.users):
+        if weight.target not in KEEP_VALUES:
+            return False
+        weight = weight.all_input_nodes[0]
+    return True
 
 
 def _alone(

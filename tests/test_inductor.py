@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import fresh_cache
+from torch.nn import functional as F
 
 import f8fx
 from f8fx import recording
@@ -283,6 +284,45 @@ def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted, by):
         compiled(model, **options)(randn(16, 32)).sum().backward()
     assert len(seen) >= 6 and set(seen) == {(77 if converted else before[0], 3)}
     assert (config.realize_opcount_threshold, config.realize_reads_threshold) == before
+
+
+class Overwriting(nn.Module):
+    """A layer beside one whose weight is a buffer that it writes to when it has read it."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.layer = nn.Linear(32, 48, bias=False)
+        self.register_buffer("state", randn(48, 32, grad=False))
+
+    def forward(self, x):
+        y = F.linear(x, self.state)
+        self.write(self.state, x)
+        return y + 1, self.layer(x) - 1
+
+
+@torch.library.custom_op("f8fx_tests::overwrite", mutates_args={"state"})
+def overwrite(state: torch.Tensor, x: torch.Tensor) -> None:
+    state[8:24] = x * 9
+
+
+def assigned(state, x):
+    state[8:24] = x * 9
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("write", [assigned, overwrite], ids=["assigned", "operator"])
+def test_a_merged_weight_that_is_overwritten_later(write, recipe):
+    """Parts of the joined weight are read where they lie, but as they were."""
+    x, results = randn(16, 32, grad=False), []
+    for merge in ("auto", "never"):
+        torch.manual_seed(0)
+        model = Overwriting(write).to(bf16)
+        with torch.no_grad(), fresh_cache():
+            found = compiled(model, merge=merge, target="h100", recipe=recipe, executor="inductor")(x)
+        results.append((*found, model.state))
+    for merged, separate in zip(*results, strict=True):
+        assert sqnr(separate, merged) > 20
 
 
 def test_columns_of_parts_are_cast_in_the_safe_form(monkeypatch):

@@ -131,8 +131,29 @@ class Lowering:
         return x
 
     def parts(self, x: Any) -> Parts | None:
-        """What a :meth:`concatenation` was made of; ``None`` for any other value."""
-        return getattr(x, "f8fx_parts", None)
+        """What a :meth:`concatenation` was made of; ``None`` for any other value.
+
+        Also if a part has been overwritten since: before Inductor overwrites a tensor it has written to memory all that is
+        computed from it (``GraphLowering.mark_buffer_mutated``), so the whole is there, and a part is not any more.
+        """
+        from torch._inductor.virtualized import V
+
+        parts = getattr(x, "f8fx_parts", None)
+        if parts is None or self._buffer(x) is None:
+            return parts
+        read = (name for part in parts.values for name in self._read_by(part))
+        return None if any(name in V.graph.mutated_buffers for name in read) else parts
+
+    def _read_by(self, x: Any) -> Iterable[str]:
+        """The names of buffers that are read where a value is."""
+        buffer = self._buffer(x)
+        return x.get_read_names() if buffer is None else [buffer.get_name()]
+
+    def _buffer(self, x: Any) -> Any:
+        """The buffer that a value, or what it is a view of, lies in; ``None`` if it is not in memory."""
+        while x is not None and not isinstance(x, self._ir.Buffer):
+            x = getattr(x, "data", None)
+        return x
 
     def filled(self, values: Sequence[Any], dim: int, zeros: Sequence[Any] = (0, 0)) -> Any:
         """One contiguous buffer that the kernels of the 2-D values write into, side by side.

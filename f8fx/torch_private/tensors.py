@@ -191,6 +191,17 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def stands_for_writes(target: Any) -> bool:
+    """Whether a node's target is an operator of Dynamo's or AOTAutograd's that stands for one that writes to its arguments.
+
+    It gives what they hold afterwards (``auto_functionalized``, ``triton_kernel_wrapper_functional``).
+    """
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+
+    return target in (auto_functionalized, auto_functionalized_v2, triton_kernel_wrapper_functional)
+
+
 def schema_of(target: Any) -> Any:
     """The schema of an operator (``OpOverload._schema``); ``None`` for other targets of nodes."""
     return getattr(target, "_schema", None)

@@ -316,6 +316,23 @@ def test_a_weight_that_is_float8_already():
     ]
 
 
+@torch.library.custom_op("f8fx_tests::decay", mutates_args={"weight"})
+def decay(weight: torch.Tensor) -> None:
+    weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("of", [lambda w: w, lambda w: w.view(-1)])
+def test_a_weight_that_an_operator_writes_to(of):
+    def f(x, a, b):
+        y = F.linear(x, a)
+        decay(of(a))
+        z = F.linear(x, b)
+        decay(of(b))
+        return y, z
+
+    unmerged("an operator writes to the weight", f, randn(M, K, grad=False), *weights(64, 64, grad=False))
+
+
 def test_gathered_weights():
     """A gather in float8 saves more than one gemm for two does."""
     dist = pytest.importorskip("torch.distributed")
