@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +24,7 @@ from f8fx.explanation import Explanation
 from f8fx.explanation.show import wire_note
 from f8fx.interconnect import INTERCONNECTS
 from f8fx.options import Options
+from f8fx.torch_private import fake_store
 
 
 class Net(nn.Module):
@@ -344,6 +349,51 @@ def split(model: nn.Module, mesh) -> None:
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
     parallelize_module(model, mesh, plan)
+
+
+class Halved(nn.Module):
+    """Its output is rows of a whole, those of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+        self.mesh: Any = None
+
+    def forward(self, x):
+        if self.mesh is None:
+            return F.linear(x, self.weight)
+        whole = (DTensor.from_local(t, self.mesh, [Replicate()], run_check=False) for t in (x, self.weight))
+        return F.linear(*whole).redistribute(placements=[Shard(0)]).to_local()
+
+
+def on_mesh(model: Halved, mesh) -> None:
+    model.mesh = mesh
+
+
+def test_meshes_on_paper_leave_nothing_behind():
+    """DTensor keeps what it decides by mesh, and real ranks may have a mesh of the same sizes and names."""
+    model, x = Halved(), torch.randn(8, 32)
+    f8fx.explain(Halved(), x, world="1x2", parallelize=on_mesh, select="all")
+    dist.init_process_group("fake", store=fake_store(), rank=1, world_size=2)
+    try:
+        model.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))["tp"]
+        assert torch.equal(model(x), F.linear(x, model.weight)[4:])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_worlds_are_explained_one_after_the_other():
+    """The groups of one have other names and sizes than those of the next."""
+    model, inputs = feed_forward()
+
+    def in_graph(world: str) -> list[Any]:
+        e = f8fx.explain(model, *inputs, world=world, parallelize=split, select="all")
+        assert e.communication is not None
+        return [row for row in sent(e.communication) if row[1] == "in the graph"]
+
+    first = in_graph("1x2")
+    assert len(first) == 4
+    assert in_graph("replicate=2,fsdp=1,tp=2") == in_graph("4x2") == in_graph("1x2") == first
 
 
 def test_what_tensor_parallelism_sends_is_counted():

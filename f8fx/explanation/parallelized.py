@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from f8fx.torch_private import fake_store
+from f8fx.torch_private import mesh_on_paper
 from f8fx.wire import World
 
 #: Splits a model over a ``DeviceMesh`` of one dimension, in place or not.
@@ -40,15 +40,9 @@ def parallelized(model: Any, world: World | None, parallelize: Parallelize | Non
         raise ValueError(
             "parallelize: there is a process group already; explain a model that is parallelized on it instead"
         )
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world.size)
-    try:
-        mesh = init_device_mesh("cpu", (world.fsdp, world.tp), mesh_dim_names=("fsdp", "tp"))
+    with mesh_on_paper({"fsdp": world.fsdp, "tp": world.tp}, "tp") as mesh:
         copied = _without_data(model)
-        yield parallelize(copied, mesh["tp"]) or copied
-    finally:
-        dist.destroy_process_group()
+        yield parallelize(copied, mesh) or copied
 
 
 def _without_data(model: nn.Module) -> nn.Module:
