@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +122,40 @@ def test_kept_weights_cost_nothing():
     assert [d.reason for d in dynamic.decisions] == ["too small"]
     assert [d.reason for d in cached.decisions] == ["converted"]
     assert cached.line().endswith("; 1 weight kept in float8"), cached.line()
+
+
+class Counting(nn.Module):
+    """Counts its calls, and has a buffer for a weight of which it changes some rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+        self.register_buffer("steps", torch.zeros(64))
+        self.register_buffer("state", randn(64, 64, grad=False))
+
+    def forward(self, x):
+        y = self.layer(x) + x @ self.state
+        self.steps.add_(1)
+        self.state[1:].mul_(-0.5)
+        return y, self.steps + 0
+
+
+def test_buffers_that_are_written_are_no_constants():
+    """Inductor would compute once what depends on nothing but them (torch 2.11 to 2.15)."""
+    folding = "aot_inductor.use_runtime_constant_folding"
+    model, x = Counting().to(bf16), randn(16, 64, grad=False)
+    with pytest.warns(UserWarning, match=f"no effect on this package.*writes to steps, state, .*{folding}"):
+        report = graph_ahead(model, x, weights="cached")[1]
+    assert (report.converted, report.reused_weights) == (2, 0)
+    with warnings.catch_warnings(record=True) as others:
+        assert graph_ahead(model, x)[1].converted == 2
+        assert graph_ahead(nn.Linear(64, 64, dtype=bf16), x, weights="cached")[1].reused_weights == 1
+    assert not [str(each.message) for each in others if "f8fx" in str(each.message)]
+    with pytest.warns(UserWarning, match="writes to steps, state, and under freezing"):
+        assert graph_ahead(model, x, weights="cached", inductor={folding: True})[1].reused_weights == 1
+    graph, options = export(model, (x,)).module().graph, f8fx.Options.parse({"weights": "cached"})
+    with torch.no_grad(), pytest.warns(UserWarning, match="writes to steps, state, and under freezing"):
+        assert ahead.settled(options, {"freezing": True}, graph)[1] == {"freezing": True}
 
 
 def test_packages_that_cast_weights_once():
@@ -241,6 +277,17 @@ def test_a_package_whose_weights_are_cast_when_they_are_loaded(tmp_path: Path):
             parameter.mul_(1.5)
     run.load_constants(dict(model.state_dict()), check_full_update=True)
     assert_as_compiled(run, model)
+
+
+@compiles_float8
+@pytest.mark.long
+def test_a_package_of_a_model_that_writes_to_its_buffers(tmp_path: Path):
+    model, x = Counting().to(bf16), randn(16, 64, grad=False)
+    run = package(copy.deepcopy(model), x, tmp_path / "model.pt2", {}, weights="cached")
+    with torch.no_grad():
+        for calls in (1, 2, 3):
+            (want, _), (found, steps) = model(x), run(x)
+            assert sqnr(want, found) > 20 and steps.unique().item() == calls
 
 
 @compiles_float8

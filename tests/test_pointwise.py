@@ -85,8 +85,10 @@ def computed(written: Expressions, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The values that the statements give, on one tile of the tensors' size."""
     names = {
         "tl": types.SimpleNamespace(
+            bfloat16=torch.bfloat16,
             float32=torch.float32,
             int1=torch.bool,
+            int16=torch.int16,
             broadcast_to=torch.broadcast_to,
             load=lambda elements, mask, other: elements,
             sigmoid=torch.sigmoid,
@@ -102,7 +104,8 @@ def computed(written: Expressions, inputs: Sequence[Tensor]) -> list[Tensor]:
         "inside": None,
         **{f"in{index}": Address(tensor) for index, tensor in enumerate(inputs)},
     }
-    exec("\n".join(written.lines), names)
+    lines = (re.sub(r"\.to\((tl\.\w+), bitcast=True\)", r".view(\1)", line) for line in written.lines)
+    exec("\n".join(lines), names)
     return [names[result] for result in written.results]
 
 
@@ -178,7 +181,10 @@ def test_activation_functions(name, module):
     for given in orders:
         values = computed(written, given)
         errors.append(max((a - b).abs().max().item() for a, b in zip(values, wanted, strict=True)))
-    assert orders and min(errors) < 1e-5, errors
+    # a result that the gradient is computed of, and other kernels read, has the digits of bfloat16
+    is_rounded = any("bitcast" in line for line in written.lines)
+    assert is_rounded == (module is Activated and name in ("relu", "tanh", "sigmoid"))
+    assert orders and min(errors) < (0.03 if is_rounded else 1e-5), errors
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ from .tensors import (
     version_counter,
     wrapper_tensor,
     written,
+    written_constants,
 )
 from .trees import tree_leaves, tree_map, tree_map_only
 from .tuned_graphs import tune_graphs_of
@@ -268,4 +269,5 @@ __all__ = [
     "version_counter",
     "wrapper_tensor",
     "written",
+    "written_constants",
 ]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def detect_fake_mode(values: Sequence[Any]) -> Any:
@@ -224,6 +225,22 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 def gives_views(operator: Any) -> bool:
     """Whether what an operator gives shares memory with an argument (``OpOverload._schema``)."""
     return any(result.alias_info is not None for result in operator._schema.returns)
+
+
+def written_constants(graph: fx.Graph) -> list[str]:
+    """The names of a graph's own tensors (``get_attr``) that it writes to, directly or through a view."""
+    names: dict[str, None] = {}
+    for node in graph.nodes:
+        if is_operator(node.target):
+            for target in written(node.target, node.args, node.kwargs):
+                for value in target if isinstance(target, (list, tuple)) else [target]:
+                    while (
+                        isinstance(value, fx.Node) and is_operator(value.target) and gives_views(value.target)
+                    ):
+                        value = value.args[0]  # of an operator in place, what it is applied to
+                    if isinstance(value, fx.Node) and value.op == "get_attr":
+                        names[str(value.target)] = None
+    return [*names]
 
 
 def is_composite(operator: Any) -> bool:
