@@ -41,13 +41,13 @@ def saying(compiled: Callable[..., Any], weights: Sequence[int], known: Reads) -
                 "break, say), and nothing tells which of its float8 copies is in memory. Read the parameter itself, or use "
                 'enable_float8_all_gather(..., copies="both")'
             )
-        for copies in watched:
-            copies.said(known.early, known.late)
+        for index, copies in zip(weights, watched, strict=True):
+            copies.said(known.is_early(index), known.is_late(index))
         outputs = compiled(*args)
 
         def begins(_: Any) -> None:
-            for copies in watched:
-                copies.backward_begins(known.early)
+            for index, copies in zip(weights, watched, strict=True):
+                copies.backward_begins(known.is_early(index))
 
         found = {t.grad_fn for t in outputs if isinstance(t, torch.Tensor)} - {None}
         for node in found:

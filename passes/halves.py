@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import cast
 
 from torch import fx
 
 from f8fx import ops
-from f8fx.torch_private import is_higher_order
+from f8fx.torch_private import input_position, is_higher_order
 
 from .operand import base_of
 
@@ -28,24 +29,36 @@ class Half(enum.Enum):
     BACKWARD = enum.auto()
 
 
+#: Positions among the inputs of Dynamo's graph, in order; ``None``: all of them.
+Positions = tuple[int, ...] | None
+
+
 @dataclass(frozen=True)
 class Reads:
     """What a graph reads beyond the copy of each half.
 
     Attributes:
-        early: the backward reads copies of the forward.
-        late: the forward reads copies of the backward.
+        early: the weights of which the backward reads the forward's copy.
+        late: those of which the forward reads the backward's.
     """
 
-    early: bool = False
-    late: bool = False
+    early: Positions = ()
+    late: Positions = ()
 
     def __bool__(self) -> bool:
-        return self.early or self.late
+        return self != NOTHING
+
+    def is_early(self, position: int) -> bool:
+        """Whether the backward reads the forward's copy of an input."""
+        return self.early is None or position in self.early
+
+    def is_late(self, position: int) -> bool:
+        """Whether the forward reads the backward's copy of an input."""
+        return self.late is None or position in self.late
 
 
 NOTHING = Reads()
-ANYTHING = Reads(True, True)
+ANYTHING = Reads(None, None)
 
 
 class ReadsOther(Exception):
@@ -78,17 +91,26 @@ def reads(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> Reads:
         return NOTHING
     if any(node.op != "placeholder" for node in marked):
         return ANYTHING  # saved under another name, perhaps
-    bases = {node.name: base_of(node).meta.get(HALF) for node in joint.nodes}
+    copies = {node.name: base for node in joint.nodes if HALF in (base := base_of(node)).meta}
     for node in joint.nodes:
-        if bases[node.name] and any(is_higher_order(user.target) for user in node.users):
+        if node.name in copies and any(is_higher_order(user.target) for user in node.users):
             return ANYTHING  # where its body reads it is not to be seen here
-    early = any(bases.get(n.name) is Half.FORWARD and _is_read(n) for n in _inputs(backward))
-    late = any(bases.get(n.name) is Half.BACKWARD and _is_read(n) for n in _inputs(forward))
-    return Reads(early, late)
+    early, late = (
+        {
+            input_position(copies[node.name])
+            for node in graph.nodes
+            if node.op == "placeholder"
+            and node.name in copies
+            and copies[node.name].meta[HALF] is half
+            and _is_read(node)
+        }
+        for graph, half in ((backward, Half.FORWARD), (forward, Half.BACKWARD))
+    )
+    return Reads(_in_order(early), _in_order(late))
 
 
-def _inputs(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
+def _in_order(positions: set[int | None]) -> Positions:
+    return None if None in positions else tuple(sorted(cast("set[int]", positions)))
 
 
 def _is_read(node: fx.Node) -> bool:

@@ -156,7 +156,7 @@ def _explained(
             **policy,
             interconnect=INTERCONNECTS.get(parsed.target.name) if parsed.target else None,
             in_graph=(high, float8) if high else None,
-            recomputed={row.fqn for trace in traces for row in trace.report.decisions if row.recomputed},
+            recomputed={fqn for trace in traces for fqn in trace.recomputed},
         )
     return explanation
 

@@ -25,6 +25,7 @@ from f8fx.graph_bytes import communicated_bytes, saved_bytes
 from f8fx.partition import Partitioner
 from f8fx.passes import Pipeline, WeightInputs
 from f8fx.passes.decided import is_decided, mark_decided
+from f8fx.passes.matmuls import FLOAT8_MATMULS
 from f8fx.passes.parameters import KnownInputs, is_there
 from f8fx.report import GraphReport
 from f8fx.resumed import name_modules
@@ -61,6 +62,7 @@ class GraphTrace:
             in float8 (:func:`f8fx.graph_bytes.saved_bytes`).
         communicated_bytes_high, communicated_bytes: bytes in the collectives, likewise.
         calls_high, calls: the collectives of forward and backward, likewise; what is recomputed is there twice.
+        recomputed: the layers whose forward matmul the backward runs again.
     """
 
     report: GraphReport
@@ -70,6 +72,7 @@ class GraphTrace:
     communicated_bytes: int = 0
     calls_high: tuple[Call, ...] = ()
     calls: tuple[Call, ...] = ()
+    recomputed: frozenset[str] = frozenset()
 
 
 def trace(
@@ -225,8 +228,8 @@ class _Collector:
         rewritten = _copied(graph.graph)
         report = self._report(rewritten, graph)
         communicated = (communicated_bytes(graph.graph), communicated_bytes(rewritten))
-        calls = (tuple(calls_of(g, backward=False)) for g in (graph.graph, rewritten))
-        self.graphs.append(GraphTrace(report, 0, 0, *communicated, *calls))
+        before, after = (tuple(calls_of(g, backward=False)) for g in (graph.graph, rewritten))
+        self.graphs.append(GraphTrace(report, 0, 0, *communicated, before, after))
         return boxed(graph.forward)
 
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -241,8 +244,9 @@ class _Collector:
             rewritten.recompile()
             float8 = self.partitioner(rewritten, inputs, **kwargs)
         high, low = (saved_bytes(forward.graph, outputs, self._is_there) for forward, _ in (halves, float8))
-        calls = ((*calls_of(f.graph, False), *calls_of(b.graph, True)) for f, b in (halves, float8))
-        self.graphs.append(GraphTrace(report, high, low, *communicated, *calls))
+        before, after = ((*calls_of(f.graph, False), *calls_of(b.graph, True)) for f, b in (halves, float8))
+        again = _run_again(float8[1].graph, report)
+        self.graphs.append(GraphTrace(report, high, low, *communicated, before, after, again))
         return halves
 
     def _is_there(self, node: fx.Node) -> bool:
@@ -259,6 +263,19 @@ class _Collector:
                     reports.append(self.pipeline(_copied(body.graph)))
                 mark_decided(body.graph)
         return GraphReport.merged(reports)[0]
+
+
+def _run_again(backward: fx.Graph, report: GraphReport) -> frozenset[str]:
+    """The layers whose forward matmul stands in the backward. (Of one that was merged it is not known which of its parts is read.)"""
+    names = {
+        provenance.fqn
+        for node in backward.nodes
+        if node.target in FLOAT8_MATMULS and (provenance := node.meta["f8fx"]).role == "output"
+    }
+    merged = {merge.layers for merge in report.merges if merge.merged}
+    return frozenset(names).union(
+        d.fqn for d in report.decisions if d.recomputed and any(d.fqn in layers for layers in merged)
+    )
 
 
 def _keep(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.utils.checkpoint import checkpoint
 
 from f8fx import ops
@@ -37,12 +38,16 @@ def linear(x, *copies, **kwargs):
     return F.linear(x, marked(*copies, **kwargs))
 
 
+def weight(rows=48, columns=32):
+    zeros = torch.zeros(rows, columns, dtype=fp8)
+    return zeros, torch.ones(rows), zeros.clone(), torch.ones(columns)
+
+
 def inputs():
-    zeros = torch.zeros(48, 32, dtype=fp8)
-    return randn(16, 32).requires_grad_(), zeros, torch.ones(48), zeros.clone(), torch.ones(32)
+    return randn(16, 32).requires_grad_(), *weight()
 
 
-def split(f, passes=True, keep_to_halves=True):
+def split(f, passes=True, keep_to_halves=True, args=None):
     """Compiles forward and backward of a function; the halves' graphs."""
     halves: list[fx.Graph] = []
     pipeline = ROWWISE.pipeline() if passes else mark
@@ -57,13 +62,13 @@ def split(f, passes=True, keep_to_halves=True):
         )
 
     torch._dynamo.reset()
-    torch.compile(f, backend=backend)(*inputs())
+    torch.compile(f, backend=backend)(*(args or inputs()))
     return halves
 
 
-def found_in(f) -> Reads:
+def found_in(f, args=None) -> Reads:
     with pytest.raises(Exception) as caught:
-        split(f)
+        split(f, args=args)
     other = ReadsOther.within(caught.value)
     assert other is not None, caught.value
     return other.reads
@@ -83,8 +88,24 @@ def test_a_recomputed_forward_reads_its_copy_in_the_backward():
     def f(x, *copies):
         return checkpoint(lambda y: torch.sin(linear(y, *copies)), x, use_reentrant=False)
 
-    assert found_in(f) == Reads(early=True)
+    assert found_in(f) == Reads(early=(1,))  # the first of four tensors of which one is its copy
     assert len(split(f, keep_to_halves=False)) == 2
+
+
+def test_other_weights_of_the_graph_keep_to_their_halves():
+    """Of a region only those are read again whose results something in the backward needs."""
+
+    def f(x, *copies):
+        first, second, third = copies[:4], copies[4:8], copies[8:]
+        y = torch.sin(linear(x, *first))
+
+        def region(y):
+            return linear(torch.sin(linear(y, *second)), *third)
+
+        return checkpoint(region, y, use_reentrant=False)
+
+    args = (randn(16, 32).requires_grad_(), *weight(48, 32), *weight(64, 48), *weight(32, 64))
+    assert found_in(f, args) == Reads(early=(5,))  # the second's first tensor
 
 
 def test_copies_that_are_always_there_may_be_read_by_anyone():
@@ -113,7 +134,10 @@ def test_a_view_of_a_copy_is_the_copy():
     with backward.inserting_before(output):
         total = backward.call_function(torch.ops.aten.neg.default, (saved,))
     output.args = (total,)
-    assert reads(joint, forward, backward) == Reads(early=True)
+    assert reads(joint, forward, backward) == Reads(early=(FIRST,))
+
+
+FIRST, SECOND = 3, 5
 
 
 def graphs(forward, backward, joint):
@@ -122,7 +146,9 @@ def graphs(forward, backward, joint):
     for graph in made[:1]:
         for node in graph.nodes:
             if node.op == "placeholder":
-                node.meta[HALF] = Half.FORWARD if node.name == "first" else Half.BACKWARD
+                is_first = node.name == "first"
+                node.meta[HALF] = Half.FORWARD if is_first else Half.BACKWARD
+                node.meta["desc"] = PlainAOTInput(FIRST if is_first else SECOND)
     return made
 
 
@@ -136,9 +162,9 @@ def test_the_forward_reading_the_backwards_copy():
     def passed_on(first, second):
         return first + 1, second
 
-    assert reads(*graphs(both, lambda second: second + 1, both)) == Reads(late=True)
+    assert reads(*graphs(both, lambda second: second + 1, both)) == Reads(late=(SECOND,))
     assert reads(*graphs(passed_on, lambda second: second + 1, both)) == NOTHING
-    assert reads(*graphs(first_only, both, both)) == Reads(early=True)
+    assert reads(*graphs(first_only, both, both)) == Reads(early=(FIRST,))
 
 
 def test_what_cannot_be_seen_counts_as_everything():
@@ -156,7 +182,7 @@ def test_what_cannot_be_seen_counts_as_everything():
 
 def test_another_failure_is_no_read_of_the_other_half():
     """One that a failure comes from, or came while it was dealt with, is found."""
-    reads = Reads(early=True)
+    reads = Reads(early=(1,))
     assert ReadsOther.within(None) is None
     for way in ("__cause__", "__context__"):
         for error in (KeyError(), ReadsOther(reads)):
