@@ -24,7 +24,9 @@ from .torch_private import inductor_config, written_constants
 _FOLDING = "aot_inductor.use_runtime_constant_folding"
 
 
-def settled(options: Options, config: Mapping[str, Any], graph: fx.Graph) -> tuple[Options, dict[str, Any]]:
+def settled(
+    options: Options, config: Mapping[str, Any], graph: fx.GraphModule
+) -> tuple[Options, dict[str, Any]]:
     """The options under which a package is compiled, and its Inductor options.
 
     Warns of buffers that stand in the way of ``weights="cached"``, or that Inductor freezes.

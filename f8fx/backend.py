@@ -98,7 +98,7 @@ def compile_graph(
     keep_out_of_packages(gm)
     config = {**(patches or {}), **options.inductor}
     if compiles_ahead_of_time():
-        options, config = ahead.settled(options, config, gm.graph)
+        options, config = ahead.settled(options, config, gm)
     compile_fx = compile_fx or _entry()
     if options.executor == "inductor":
         # last: what was found to be wrong is not asked for, not even by the user

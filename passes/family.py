@@ -15,7 +15,7 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.recipe import Role
-from f8fx.torch_private import stands_for_writes
+from f8fx.torch_private import stands_for_write
 
 from .bias import settled
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
@@ -23,7 +23,7 @@ from .fqn import short_names
 from .gather import is_gathered
 from .gemm import Gemm, Operand, Unmatched
 from .lifetimes import Members, copied_out
-from .operand import KEEP_VALUES, is_same, shape_of
+from .operand import KEEP_VALUES, is_same, is_view, shape_of
 from .sums import Sum, sum_of
 
 aten = torch.ops.aten
@@ -225,11 +225,18 @@ def _is_written(weight: fx.Node) -> bool:
 
     It would have to wait until the parts of the joined weight are read, for which Inductor of torch 2.13 does not see.
     """
-    while not any(stands_for_writes(user.target) for user in weight.users):
-        if weight.target not in KEEP_VALUES:
-            return False
+    while weight.target in KEEP_VALUES:
+        if _is_written_through(weight):
+            return True
         weight = weight.all_input_nodes[0]
-    return True
+    return _is_written_through(weight)
+
+
+def _is_written_through(value: fx.Node) -> bool:
+    """Whether an operator writes to a value, or to a view of it."""
+    return any(
+        stands_for_write(user, value) or (is_view(user) and _is_written_through(user)) for user in value.users
+    )
 
 
 def _alone(

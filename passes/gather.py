@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
-from f8fx.torch_private import c10d, is_collective
+from f8fx.torch_private import c10d
 
 from .operand import (
     CASTS,
@@ -176,16 +176,17 @@ def is_movement(node: fx.Node) -> bool:
 
 
 def is_gathered(node: fx.Node) -> bool:
-    """Whether all elements of a value, but for padding, came out of collectives, and were at most moved and cast since."""
-    return all(map(is_collective, _origins(node)))
+    """Whether all elements of a value, but for padding, came out of all-gathers, and were at most moved and cast since."""
+    return all(map(_gathers, _origins(node)))
 
 
 def is_of_gather(node: fx.Node) -> bool:
     """Whether elements of a value came out of an all-gather, and were at most moved and cast since."""
-    return any(
-        origin.target is wait_tensor and origin.args[0].target is all_gather  # type: ignore[union-attr]
-        for origin in _origins(node)
-    )
+    return any(map(_gathers, _origins(node)))
+
+
+def _gathers(node: fx.Node) -> bool:
+    return node.target is wait_tensor and node.args[0].target is all_gather  # type: ignore[union-attr]
 
 
 def _origins(node: fx.Node) -> set[fx.Node]:

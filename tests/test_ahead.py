@@ -21,7 +21,8 @@ import f8fx
 from f8fx import ahead, canary, recording
 from f8fx.passes import describe
 from f8fx.report import GraphReport
-from f8fx.torch_private import compile_fx_module, compiles_ahead_of_time
+from f8fx.torch_private import compile_fx_module, compiles_ahead_of_time, written_constants
+from f8fx.torch_private.versions import release
 from tests.helpers import Block, bf16, compiled, randn, sqnr
 
 
@@ -153,9 +154,70 @@ def test_buffers_that_are_written_are_no_constants():
     assert not [str(each.message) for each in others if "f8fx" in str(each.message)]
     with pytest.warns(UserWarning, match="writes to steps, state, and under freezing"):
         assert graph_ahead(model, x, weights="cached", inductor={folding: True})[1].reused_weights == 1
-    graph, options = export(model, (x,)).module().graph, f8fx.Options.parse({"weights": "cached"})
+    graph, options = export(model, (x,)).module(), f8fx.Options.parse({"weights": "cached"})
     with torch.no_grad(), pytest.warns(UserWarning, match="writes to steps, state, and under freezing"):
         assert ahead.settled(options, {"freezing": True}, graph)[1] == {"freezing": True}
+
+
+def without_gradients(state):
+    with torch.no_grad():
+        state.mul_(-0.5)
+
+
+def under_autocast(state):
+    with torch.autocast("cpu", bf16):
+        state.mul_(-0.5)
+
+
+def in_a_branch(state):
+    torch.cond(state.sum() > 0, lambda s: s.mul_(2).sum(), lambda s: s.sum(), (state,))
+
+
+WRITES = {
+    "in place": lambda state: state.mul_(-0.5),
+    "a part": lambda state: state.chunk(2)[1].mul_(-0.5),
+    "a view": lambda state: state.t().to(bf16)[1:].add_(1),
+    "several": lambda state: torch._foreach_mul_([state], 2.0),
+    "without gradients": without_gradients,
+    "under autocast": under_autocast,
+    "a result": lambda state: torch.mul(state, 2.0, out=state),
+}
+COPIES = {
+    "another dtype": lambda state: state.to(torch.float32).mul_(2),
+    "another layout": lambda state: state.t().contiguous().mul_(2),
+    "computed": lambda state: (state * 2).mul_(2),
+    "without gradients": lambda state: without_gradients(state * 2),
+}
+
+
+class Writing(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("state", randn(64, 64, grad=False))
+
+    def forward(self, x):
+        y = x @ self.state
+        self.write(self.state)
+        return y
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", [*WRITES, *(f"of a copy, {name}" for name in COPIES)])
+def test_what_counts_as_a_write_to_a_buffer(name, grad):
+    """Exported with and without gradients: then blocks without gradients are operators with a body, or none."""
+    is_copy = name.startswith("of a copy, ")
+    write = COPIES[name.removeprefix("of a copy, ")] if is_copy else WRITES[name]
+    with torch.set_grad_enabled(grad):
+        module = export(Writing(write), (randn(16, 64, grad=False),)).module()
+    assert written_constants(module) == ([] if is_copy else ["state"])
+
+
+@pytest.mark.skipif(release() < (2, 13), reason="torch exports no such branch")
+def test_a_write_in_a_branch():
+    with torch.no_grad():
+        module = export(Writing(in_a_branch), (randn(16, 64, grad=False),)).module()
+    assert written_constants(module) == ["state"]
 
 
 def test_packages_that_cast_weights_once():

@@ -362,12 +362,25 @@ class Halved(nn.Module):
     def forward(self, x):
         if self.mesh is None:
             return F.linear(x, self.weight)
-        whole = (DTensor.from_local(t, self.mesh, [Replicate()], run_check=False) for t in (x, self.weight))
+        whole = (
+            t if isinstance(t, DTensor) else DTensor.from_local(t, self.mesh, [Replicate()], run_check=False)
+            for t in (x, self.weight)
+        )
         return F.linear(*whole).redistribute(placements=[Shard(0)]).to_local()
 
 
 def on_mesh(model: Halved, mesh) -> None:
     model.mesh = mesh
+
+
+def on_equal_mesh(model: Halved, mesh) -> None:
+    """One that a plan makes for itself, beside the one it is given."""
+    model.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))["tp"]
+    model.weight = nn.Parameter(DTensor.from_local(model.weight, mesh, [Replicate()], run_check=False))
+
+
+def test_a_plan_that_makes_the_mesh_again():
+    f8fx.explain(Halved(), torch.randn(8, 32), world="1x2", parallelize=on_equal_mesh, select="all")
 
 
 def test_meshes_on_paper_leave_nothing_behind():

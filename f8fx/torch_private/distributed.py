@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -38,27 +37,28 @@ def mesh_on_paper(sizes: Mapping[str, int], name: str) -> Iterator[Any]:
     """One dimension of a ``DeviceMesh`` of CPUs that need not exist, in the only process group; this process is rank 0 there.
 
     Meshes of equal sizes and names are equal, whatever their process groups and this process' rank, and DTensor remembers what it
-    has decided by mesh. So it is given another ``_thread_id``, one of what meshes are compared by; and what was
-    decided for meshes made of it is forgotten afterwards (``_clear_sharding_prop_cache``, ``_redistribute``).
+    has decided by mesh. So it is made to forget that, before and afterwards.
     """
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+
+    _forget_sharding()
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=math.prod(sizes.values()))
+    try:
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))[name]
+    finally:
+        dist.destroy_process_group()
+        _forget_sharding()
+
+
+def _forget_sharding() -> None:
+    """What DTensor has decided for operators and redistributions (``_clear_sharding_prop_cache``, ``_redistribute``)."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=math.prod(sizes.values()))
-    try:
-        mesh: Any = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))[name]
-        mesh._thread_id, mesh._hash = -next(_MESHES), None
-        yield mesh
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
-        _redistribute._gen_transform_infos.cache_clear()
-        _redistribute.clear_redistribute_planner_cache()
-
-
-_MESHES = itertools.count(1)
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 def process_group(group: Any) -> Any:

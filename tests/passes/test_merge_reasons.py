@@ -321,6 +321,30 @@ def decay(weight: torch.Tensor) -> None:
     weight.mul_(0.5)
 
 
+@torch.library.custom_op("f8fx_tests::added", mutates_args={"total"})
+def added(total: torch.Tensor, weight: torch.Tensor) -> None:
+    total.add_(weight.sum())
+
+
+def test_a_weight_that_an_operator_only_reads():
+    def f(x, total, a, b):
+        added(total, a)
+        return F.silu(F.linear(x, a)) * F.linear(x, b)
+
+    result, gemms = report(f, randn(M, K, grad=False), torch.zeros(1), *weights(64, 64, grad=False))
+    assert gemms == 1 and [merge.reason for merge in result.merges] == ["merged"]
+
+
+def test_a_weight_that_is_a_part_of_what_an_operator_writes_to():
+    def f(x, both):
+        a, b = both.split(64)
+        y, z = F.linear(x, a), F.linear(x, b)
+        decay(both)
+        return y, z
+
+    unmerged("an operator writes to the weight", f, randn(M, K, grad=False), *weights(128, grad=False))
+
+
 @pytest.mark.parametrize("of", [lambda w: w, lambda w: w.view(-1)])
 def test_a_weight_that_an_operator_writes_to(of):
     def f(x, a, b):
@@ -333,6 +357,23 @@ def test_a_weight_that_an_operator_writes_to(of):
     unmerged("an operator writes to the weight", f, randn(M, K, grad=False), *weights(64, 64, grad=False))
 
 
+def test_weights_that_are_reduced_in_the_graph():
+    """No gather of theirs could carry float8."""
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def f(x, a, b):
+        return gate_up(x.sin(), *(all_reduce(w, "sum", dist.group.WORLD) for w in (a, b)))
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        result, gemms = report(f, randn(M, K, grad=False), *weights(64, 64, grad=False))
+    finally:
+        dist.destroy_process_group()
+    assert gemms == 1 and [merge.reason for merge in result.merges] == ["merged"]
+
+
 def test_gathered_weights():
     """A gather in float8 saves more than one gemm for two does."""
     dist = pytest.importorskip("torch.distributed")
@@ -340,7 +381,9 @@ def test_gathered_weights():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def gathered(weight, dim, how):
-        whole = all_gather_tensor(weight, dim, group=dist.group.WORLD)
+        whole = all_gather_tensor(weight, 0, group=dist.group.WORLD)
+        if dim == 1:
+            whole = torch.cat(torch.split(whole, len(weight)), 1)
         if how == "copied":
             return whole.clone()
         return F.pad(whole, (0, 0, 0, 16)) if how == "padded" else whole
