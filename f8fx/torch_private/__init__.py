@@ -123,7 +123,6 @@ from .tensors import (
     disabled_torch_function,
     fake_like,
     fake_tensor_mode,
-    gives_views,
     in_backward,
     infinity_norms,
     is_composite,
@@ -135,14 +134,11 @@ from .tensors import (
     saved_tensors_are_read,
     schema_of,
     size_hint,
-    stands_for_write,
     statically_true,
     storage_key,
     unlogged_fake_errors,
     version_counter,
     wrapper_tensor,
-    written,
-    written_constants,
 )
 from .trees import tree_leaves, tree_map, tree_map_only
 from .tuned_graphs import tune_graphs_of
@@ -151,6 +147,7 @@ from .versions import (
     check_version,
     supports_rowwise_scaled_mm,
 )
+from .writes import gives_views, stands_for_write, written, written_constants
 
 __all__ = [
     "EXPRESSION_IMPORTS",
