@@ -5,7 +5,7 @@ a package is loaded or given other constants (``aot_inductor.use_runtime_constan
 it is made (``freezing``, which drops the originals); float8 copies of weights are such values. That
 is what ``weights="cached"`` means here: there is no Python to keep copies. Inductor does not ask whether a graph
 writes to its constants (a buffer that counts steps, a state), and would go on with what was computed of their first
-values; such graphs are not given to it (torch 2.11 to 2.15).
+values; for such graphs it is not asked to (torch 2.11 to 2.15).
 """
 
 from __future__ import annotations

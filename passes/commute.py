@@ -17,9 +17,10 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d, size_hint
 
-from .gather import FLOATS, Gathered, Reader, Step, is_of_gather, is_padding, shard_axes
+from .gather import FLOATS, Gathered, Reader, Step, is_padding, shard_axes
 from .matmuls import FLOAT8_MATMULS
 from .operand import CASTS, amax_dim, shape_of
+from .origins import is_of_gather
 from .rewrite import RECOMPUTED
 
 aten = torch.ops.aten

@@ -31,7 +31,6 @@ from f8fx.torch_private import overwritten_inputs
 
 from .choice import ALIGNMENT, Convert
 from .columns import is_over_rows
-from .gather import is_gathered
 from .in_memory import is_in_memory, part_in_memory
 from .operand import (
     PERMUTES,
@@ -43,6 +42,7 @@ from .operand import (
     readers,
     shape_of,
 )
+from .origins import is_gathered
 from .rewrite import Inserter, Provenance
 
 aten = torch.ops.aten

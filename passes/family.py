@@ -20,10 +20,10 @@ from f8fx.torch_private import stands_for_write
 from .bias import settled
 from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
-from .gather import is_gathered
 from .gemm import Gemm, Operand, Unmatched
 from .lifetimes import Members, copied_out
 from .operand import KEEP_VALUES, is_same, is_view, shape_of
+from .origins import is_gathered
 from .sums import Sum, sum_of
 
 aten = torch.ops.aten
@@ -223,7 +223,7 @@ def _unfit(conversion: Convert) -> str:
 def _is_written(weight: fx.Node) -> bool:
     """Whether an operator writes to what a weight is, or is moved or cast of.
 
-    It would have to wait until the parts of the joined weight are read, for which Inductor of torch 2.13 does not see.
+    It must not before the parts of the joined weight have been read, which Inductor of torch 2.13 does not make sure of.
     """
     while weight.target in KEEP_VALUES:
         if _is_written_through(weight):
