@@ -21,7 +21,7 @@ from torch import fx
 
 from .backward import is_tangent
 from .left import ACTIVATIONS, DISTANCES, HELD
-from .operand import CASTS, KEEP_VALUES, PERMUTES, SAME_ORDER, flat_base, is_pointwise
+from .operand import COPIES, KEEP_VALUES, VIEWS, flat_base, is_pointwise
 from .parameters import OfParameters, contracts
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _ADDITIONS = frozenset((aten.add.Tensor, aten.sub.Tensor))
 #: What leaves a tensor the same but for a factor, and the order of its elements.
 _FACTORS = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.neg.default))
-_SAME = CASTS | SAME_ORDER | PERMUTES | {aten.clone.default, aten.expand.default}
+_SAME = VIEWS | COPIES | {aten.expand.default}
 #: What gives parts of tensors, or puts them together.
 _PARTS = KEEP_VALUES | {aten.cat.default}
 

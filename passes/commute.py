@@ -19,7 +19,7 @@ from f8fx.torch_private import c10d, size_hint
 
 from .gather import FLOATS, Gathered, Reader, Step, is_padding, shard_axes
 from .matmuls import FLOAT8_MATMULS
-from .operand import CASTS, amax_dim, shape_of
+from .operand import COPIES, amax_dim, shape_of
 from .origins import is_of_gather
 from .rewrite import RECOMPUTED
 
@@ -195,7 +195,7 @@ def _check_padding(gathered: Gathered, step: Step, rank_in: RankIn) -> None:
             before_last = 2 * (len(shape_of(node)) - 1 - step.dim)
             pads = node.args[1]
             padded += pads[before_last + 1] if before_last < len(pads) else 0  # type: ignore
-        elif node.target not in CASTS and node.target is not aten.clone.default:
+        elif node.target not in COPIES:
             break
         node = node.args[0]  # type: ignore[assignment]
     if dropped > padded:

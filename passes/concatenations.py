@@ -33,8 +33,7 @@ from .choice import ALIGNMENT, Convert
 from .columns import is_over_rows
 from .in_memory import is_in_memory, part_in_memory
 from .operand import (
-    PERMUTES,
-    SAME_ORDER,
+    VIEWS,
     base_of,
     flat_base,
     is_part_of,
@@ -92,7 +91,7 @@ def _sums_if_parted(
     Args:
         operand: what the matmuls read: the ``cat``, or what it is a part of.
     """
-    rest = sorted(readers(cat, SAME_ORDER | PERMUTES) - set(reading))
+    rest = sorted(readers(cat, VIEWS) - set(reading))
     sums = [node for node in rest if side == 1 and _is_column_sums(node, cat)]
     in_memory = _columns_in_memory(cat, side) and not sums and not _is_scaled_both_ways(cat, operand, matmuls)
     return None if in_memory or len(sums) < len(rest) else sums

@@ -29,8 +29,8 @@ from . import fqn
 from .backward import backward_nodes
 from .fake import view_of
 from .operand import (
-    PERMUTES,
     SAME_ORDER,
+    VIEWS,
     input_of,
     is_part_of,
     is_same,
@@ -148,7 +148,7 @@ def _erase(node: fx.Node) -> None:
     """Erases what nothing reads: a node, and the movements that led to it alone."""
     if node.users or node.op != "call_function":
         return
-    if node.target not in (aten.bmm.default, aten.expand.default, *SAME_ORDER, *PERMUTES):
+    if node.target not in VIEWS | {aten.bmm.default, aten.expand.default}:
         return
     sources = node.all_input_nodes
     node.graph.erase_node(node)

@@ -31,8 +31,10 @@ from f8fx.torch_private import c10d
 
 from .operand import (
     CASTS,
+    COPIES,
     PERMUTES,
     SAME_ORDER,
+    VIEWS,
     is_same,
     is_same_shape,
     permutation,
@@ -49,19 +51,8 @@ wait_tensor = c10d.wait_tensor.default
 copy = aten.copy.default
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
-#: Operators a cast moves across: they keep the order of the elements, or permute dimensions.
-VIEWS = frozenset((*SAME_ORDER, aten.clone.default))
-_MOVEMENTS = frozenset(
-    (
-        *CASTS,
-        *VIEWS,
-        *PERMUTES,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        operator.getitem,
-        aten.cat.default,
-    )
-)
+#: Not all movements: those that :func:`_step` and :func:`_reassembled` know.
+_MOVEMENTS = VIEWS | COPIES | {aten.slice.Tensor, aten.split.Tensor, operator.getitem, aten.cat.default}
 _READERS = frozenset((ops.amax, ops.quantize, ops.quantize_both))
 #: Reads no element.
 SIZE = aten.sym_size.int
@@ -217,7 +208,7 @@ def _is_idle(step: Step) -> bool:
 
 
 def _step(node: fx.Node, user: fx.Node) -> Step | None:
-    if user.target in VIEWS or _is_whole(node, user):
+    if user.target in SAME_ORDER or user.target is aten.clone.default or _is_whole(node, user):
         return Step("view", (user,))
     if _is_copied(node, user):
         return Step("copy", (user,))

@@ -13,7 +13,7 @@ from f8fx import ops
 from f8fx.torch_private import c10d
 
 from .matmuls import FLOAT8_MATMULS
-from .operand import base_of, is_given
+from .operand import SPLITS, base_of, is_given
 
 aten = torch.ops.aten
 
@@ -29,7 +29,6 @@ _WRITTEN = frozenset(
         c10d.wait_tensor.default,
     )
 )
-_SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))
 
 
 def is_in_memory(node: fx.Node) -> bool:
@@ -45,7 +44,7 @@ def part_in_memory(node: fx.Node) -> Hashable | None:
     if node.target is operator.getitem:
         which = node.args[1:]
         node = cast("fx.Node", node.args[0])
-        if node.target not in _SPLITS:
+        if node.target not in SPLITS:
             return None
     elif node.target is not aten.slice.Tensor:
         return None

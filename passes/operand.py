@@ -40,24 +40,27 @@ SAME_ORDER = frozenset(
     )
 )
 PERMUTES = frozenset((aten.permute.default, aten.t.default, aten.transpose.int))
+#: Operators that give every element of a tensor once, and as a rule copy none.
+VIEWS = SAME_ORDER | PERMUTES
 #: Operators that change the dtype.
 CASTS = frozenset((torch.ops.prims.convert_element_type.default, aten._to_copy.default))
+#: Operators that give a tensor of the same shape in memory of its own.
+COPIES = CASTS | {aten.clone.default}
+SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))
 #: Operators that choose or rearrange elements without computing or, as a rule, copying any.
 MOVEMENTS = (
-    SAME_ORDER
-    | PERMUTES
+    VIEWS
+    | SPLITS
     | {
         aten.slice.Tensor,
         aten.select.int,
         aten.expand.default,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
         aten.unbind.int,
         operator.getitem,
     }
 )
 #: Operators that move, copy or cast elements.
-KEEP_VALUES = frozenset((*MOVEMENTS, *CASTS, *ops.MARKERS, aten.clone.default))
+KEEP_VALUES = MOVEMENTS | COPIES | ops.MARKERS
 
 
 def shape_of(node: fx.Node) -> tuple:
@@ -267,7 +270,7 @@ def repeated_matrix(expanded: fx.Node) -> tuple[fx.Node, bool] | None:
 def input_of(node: fx.Node) -> fx.Node | None:
     """The input of the graph that a tensor is, at most viewed, permuted, copied or cast."""
     node = base_of(node)
-    while node.target in CASTS or node.target is aten.clone.default or node.target in ops.MARKERS:
+    while node.target in COPIES | ops.MARKERS:
         node = base_of(node.args[0])  # type: ignore[arg-type]
     return node if is_given(node) else None
 
@@ -292,7 +295,7 @@ def is_part_of(node: fx.Node, tensors: Collection[fx.Node]) -> bool:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node under all views and permutes: what is read from memory."""
-    while node.op == "call_function" and (node.target in SAME_ORDER or node.target in PERMUTES):
+    while node.op == "call_function" and node.target in VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node
 

@@ -23,7 +23,7 @@ from f8fx.torch_private import (
     keeps_its_address,
 )
 
-from .operand import CASTS, base_of, input_of, is_given, is_same, is_size, shape_of
+from .operand import COPIES, base_of, input_of, is_given, is_same, is_size, shape_of
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ def expanded_parameter(batched: fx.Node, weights: Collection[fx.Node] = ()) -> f
     """The parameter that an operand of a batched matmul is, or that weight, at most expanded, copied, and cast, on its way."""
     node = base_of(batched)
     # of `x @ w` with a matrix for each head the product of batch and heads is made by a copy
-    while node.target in CASTS or node.target in (aten.expand.default, aten.clone.default):
+    while node.target in COPIES or node.target is aten.expand.default:
         if node in weights:  # a cast parameter is one
             break
         node = base_of(node.args[0])  # type: ignore[arg-type]
