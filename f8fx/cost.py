@@ -123,13 +123,8 @@ def _gemm(
     return seconds
 
 
-def _amax(hw: Hardware, c: Calibration, itemsize: int, rowwise: bool, fused: bool) -> sympy.Expr:
-    """Seconds until one [M, K] tensor's scale is known (M, K stand for its rows and columns).
-
-    Rowwise, the amax belongs to the copy: a row stays on the chip between amax and cast.
-    """
-    if rowwise:
-        return sympy.Integer(0)
+def _amax(hw: Hardware, c: Calibration, itemsize: int, fused: bool) -> sympy.Expr:
+    """Seconds until one [M, K] tensor's one scale is known (M, K stand for its rows and columns)."""
     launches = hw.launch_overhead * (c.scale_kernels + (not fused))
     if fused:
         return sympy.Float(launches)
@@ -139,7 +134,10 @@ def _amax(hw: Hardware, c: Calibration, itemsize: int, rowwise: bool, fused: boo
 def _copy(
     hw: Hardware, c: Calibration, itemsize: int, rowwise: bool, transposed: bool, kind: OperandKind
 ) -> sympy.Expr:
-    """Seconds to write one float8 copy of an [M, K] tensor (M, K stand for its rows and columns)."""
+    """Seconds to write one float8 copy of an [M, K] tensor (M, K stand for its rows and columns).
+
+    Rowwise, the amax belongs to the copy: a row stays on the chip between amax and cast.
+    """
     bandwidth = hw.memory_bandwidth * c.memory_efficiency * c.store_efficiency(kind, rowwise, transposed)
     column_amax = itemsize if rowwise and transposed else 0
     return (itemsize + 1 + column_amax) * M * K / bandwidth + hw.launch_overhead * (1 + bool(column_amax))
@@ -232,7 +230,7 @@ class CostModel:
 
     def amax_seconds(self, rows: int, cols: int, itemsize: int = 2, fused: bool = False) -> float:
         """Seconds for one tensorwise amax and scale; ``fused``: the producer does the reading."""
-        return _compiled(_amax, self.hardware, self.calibration, itemsize, False, fused)(rows, cols, 1)
+        return _compiled(_amax, self.hardware, self.calibration, itemsize, fused)(rows, cols, 1)
 
     def cast_seconds(
         self,
@@ -240,28 +238,17 @@ class CostModel:
         cols: int,
         itemsize: int,
         rowwise: bool,
-        copies: int,
-        amax_fused: bool,
-        amax_needed: bool = True,
-        transposed: int | None = None,
+        transposed: bool,
         kind: OperandKind = "input",
     ) -> float:
-        """Seconds to quantize one [rows, cols] tensor into ``copies`` float8 layouts.
+        """Seconds for one float8 copy of a [rows, cols] tensor; tensorwise, its scale is known.
 
         Args:
             itemsize: bytes per element of the tensor that is quantized.
-            amax_fused: the tensor's producer computes the amax.
-            amax_needed: ``False`` where the scale is already known.
-            transposed: how many of the copies are transposed ones; all but the first by default.
             kind: what the tensor is to its layer; the default is the dearest.
         """
-        transposed = max(copies - 1, 0) if transposed is None else transposed
-        common = (self.hardware, self.calibration, itemsize, rowwise)
-        seconds = _compiled(_amax, *common, amax_fused)(rows, cols, 1) if amax_needed else 0.0
-        for is_transposed, count in ((False, copies - transposed), (True, transposed)):
-            if count:
-                seconds += count * _compiled(_copy, *common, is_transposed, kind)(rows, cols, 1)
-        return seconds
+        copy = _compiled(_copy, self.hardware, self.calibration, itemsize, rowwise, transposed, kind)
+        return copy(rows, cols, 1)
 
     def _casts(self, recipe: Recipe, roles: Sequence[Role]) -> list[_Cast]:
         """The distinct copies a layer's gemms need; the first tensorwise one of a tensor has the amax."""
@@ -309,16 +296,11 @@ class CostModel:
             )
         shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
         for cast in self._casts(recipe, roles):
-            float8 += self.cast_seconds(
-                *shapes[cast.kind],
-                itemsize,
-                cast.rowwise,
-                1,
-                cast.kind == "input",
-                cast.amax,
-                int(cast.transposed),
-                cast.kind,
-            )
+            shape = shapes[cast.kind]
+            seconds = self.cast_seconds(*shape, itemsize, cast.rowwise, cast.transposed, cast.kind)
+            if cast.amax:
+                seconds += self.amax_seconds(*shape, itemsize, fused=cast.kind == "input")
+            float8 += seconds
         return LayerCost(high, float8, self.calibration.margin)
 
     def expression(
@@ -336,7 +318,7 @@ class CostModel:
         for cast in self._casts(recipe, roles) if float8 else ():
             seconds = _copy(hw, c, itemsize, cast.rowwise, cast.transposed, cast.kind)
             if cast.amax:
-                seconds += _amax(hw, c, itemsize, cast.rowwise, cast.kind == "input")
+                seconds += _amax(hw, c, itemsize, cast.kind == "input")
             shape = dict(zip((M, K), _TENSOR_SHAPE[cast.kind], strict=True))
             total += seconds.subs(shape, simultaneous=True)
         return total

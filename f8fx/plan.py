@@ -140,15 +140,7 @@ class _Plan:
             cast, amax = (op.key, op.transposed, op.rowwise), (op.key, "amax")
             if cast not in self.seconds:
                 self.seconds[cast] = model.cast_seconds(
-                    op.rows,
-                    op.cols,
-                    op.itemsize,
-                    op.rowwise,
-                    1,
-                    op.amax_fused,
-                    False,
-                    int(op.transposed),
-                    kind,
+                    op.rows, op.cols, op.itemsize, op.rowwise, op.transposed, kind
                 )
             if not op.rowwise and amax not in self.seconds:
                 self.seconds[amax] = model.amax_seconds(op.rows, op.cols, op.itemsize, op.amax_fused)

@@ -327,17 +327,18 @@ def test_casts() -> None:
     bandwidth = H100.hardware.memory_bandwidth * H100.calibration.memory_efficiency
     size = 8192 * 4096
 
-    def cast(copies: int, fused: bool, needed: bool = True) -> float:
-        return H100.cast_seconds(8192, 4096, 2, False, copies, fused, needed)
+    def cast(transposed: bool, rowwise: bool = False) -> float:
+        return H100.cast_seconds(8192, 4096, 2, rowwise, transposed)
 
-    assert cast(1, False, needed=False) == pytest.approx(3 * size / bandwidth + launch)
-    assert cast(1, True) == pytest.approx(3 * size / bandwidth + 2 * launch)
-    assert cast(1, False) == pytest.approx(5 * size / bandwidth + 3 * launch)
-    assert cast(2, False) > 2 * cast(1, False, needed=False)
+    def amax(fused: bool) -> float:
+        return H100.amax_seconds(8192, 4096, fused=fused)
+
+    assert cast(False) == pytest.approx(3 * size / bandwidth + launch)
+    assert cast(False) + amax(True) == pytest.approx(3 * size / bandwidth + 2 * launch)
+    assert cast(False) + amax(False) == pytest.approx(5 * size / bandwidth + 3 * launch)
+    assert cast(True) > cast(False)
     # Rowwise, the column amax of the transposed copy is the expensive part.
-    assert H100.cast_seconds(8192, 4096, 2, True, 2, False) > 3 * H100.cast_seconds(
-        8192, 4096, 2, True, 1, False
-    )
+    assert cast(True, rowwise=True) > 2 * cast(False, rowwise=True)
 
 
 def test_transposed_copies_are_paid_for_on_every_target() -> None:
@@ -466,7 +467,8 @@ def test_plan_shares_the_casts_of_qkv() -> None:
     apart = plan(H100, [g for name in "qkv" for g in _linear(f"x.{name}", name, *shape)])
     assert all(v.convert for v in shared)
     saved = sum(v.float8_seconds for v in apart) - sum(v.float8_seconds for v in shared)
-    assert saved == pytest.approx(2 * H100.cast_seconds(8192, 4096, 2, False, 2, amax_fused=True))
+    casts = sum(H100.cast_seconds(8192, 4096, 2, False, transposed) for transposed in (False, True))
+    assert saved == pytest.approx(2 * (casts + H100.amax_seconds(8192, 4096, fused=True)))
 
 
 def test_plan_converts_in_company_what_it_would_not_alone() -> None:
@@ -562,7 +564,8 @@ def test_one_tensor_as_both_operands() -> None:
     """x.T @ x needs one copy of x, once: both sides contract over the rows."""
     x = PlannedOperand("x", 16384, 8192, transposed=True, rowwise=False)
     (verdict,) = plan(H100, [PlannedGemm("output", 8192, 16384, 8192, 2, False, False, (x, x), "gram")])
-    assert verdict.cast_seconds == pytest.approx(H100.cast_seconds(16384, 8192, 2, False, 1, False, True, 1))
+    cast = H100.cast_seconds(16384, 8192, 2, False, True) + H100.amax_seconds(16384, 8192)
+    assert verdict.cast_seconds == pytest.approx(cast)
 
 
 def test_plan_of_nothing() -> None:
