@@ -40,7 +40,7 @@ from typing import Literal
 import sympy
 
 from f8fx.calibration import Calibration, default_calibration
-from f8fx.hardware import Hardware
+from f8fx.hardware import Hardware, aligned
 from f8fx.recipe import ROLE_OPERANDS, ROLES, OperandKind, Recipe, Role
 
 #: Sizes of the forward gemm; the gradients' gemms are [M, N] x [N, K] and [N, M] x [M, K].
@@ -90,10 +90,6 @@ _GEMM_SHAPE: dict[Role, tuple[sympy.Expr, sympy.Expr, sympy.Expr]] = {
 }
 # Which operands lie in memory with the contracted dimension outermost.
 _TRANSPOSED = {("grad_input", "weight"), ("grad_weight", "grad_output"), ("grad_weight", "input")}
-
-
-def _round16(size: int) -> int:
-    return -(-size // 16) * 16
 
 
 #: What a gemm's scales cost: nothing, a kernel of their own, or what they cost a rowwise gemm that accumulates exactly.
@@ -335,7 +331,7 @@ class CostModel:
         if not self.can_pay:
             return False
         pad_m = "grad_weight" in roles and recipe.grad_weight is not None
-        padded = {M: _round16(m) if pad_m else m, K: _round16(k), N: _round16(n)}
+        padded = {M: aligned(m) if pad_m else m, K: aligned(k), N: aligned(n)}
         sizes = {M: m, K: k, N: n}
         converted: list[Role] = [role for role in roles if recipe.gemm(role) is not None]
         tensors = {_TENSOR_SHAPE[kind] for role in converted for kind in ROLE_OPERANDS[role]}

@@ -16,7 +16,15 @@ import torch
 from .accelerator import Capability, Hardware
 from .hardware_table import A100, CPU, HARDWARE, MI300X, NO_FLOAT8
 
-__all__ = ["HARDWARE", "Capability", "Hardware", "find", "names", "of_device"]
+__all__ = ["ALIGNMENT", "HARDWARE", "Capability", "Hardware", "aligned", "find", "names", "of_device"]
+
+#: Both contracted and trailing sizes of a float8 gemm must be multiples of this (``_scaled_mm``).
+ALIGNMENT = 16
+
+
+def aligned(size: int) -> int:
+    """The smallest multiple of :data:`ALIGNMENT` that is not below a size."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def names() -> tuple[str, ...]:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from f8fx.hardware import ALIGNMENT
 from f8fx.recipe import GemmSpec
 from f8fx.report import Decision
 
 from .gemm import Gemm, Size, Unmatched
 from .rewrite import RECOMPUTED
 
-#: Both contracted and trailing sizes of a float8 gemm must be multiples of this (``_scaled_mm``).
-ALIGNMENT = 16
 #: Why a matmul is left whose role the recipe has no float8 for.
 KEPT_BY_RECIPE = "kept in high precision by the recipe"
 EMPTY = "empty"

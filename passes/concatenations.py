@@ -27,9 +27,10 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.hardware import ALIGNMENT
 from f8fx.torch_private import overwritten_inputs
 
-from .choice import ALIGNMENT, Convert
+from .choice import Convert
 from .columns import is_over_rows
 from .in_memory import is_in_memory, part_in_memory
 from .operand import (

@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.hardware import ALIGNMENT
 from f8fx.recipe import Role
 from f8fx.torch_private import stands_for_write
 
 from .bias import settled
-from .choice import ALIGNMENT, KEPT_BY_RECIPE, Choice, Convert
+from .choice import KEPT_BY_RECIPE, Choice, Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand, Unmatched
 from .lifetimes import Members, copied_out

@@ -25,11 +25,11 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.hardware import ALIGNMENT
 from f8fx.kernels import row_cast_columns
 from f8fx.torch_private import statically_true
 
 from .backward import backward_nodes, is_tangent
-from .choice import ALIGNMENT
 from .in_memory import is_in_memory
 from .marked import IN_BACKWARD
 from .matmuls import FLOAT8_MATMULS

@@ -32,10 +32,11 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.hardware import ALIGNMENT
 from f8fx.recipe import QuantSpec, Recipe
 from f8fx.torch_private import size_hint
 
-from .choice import ALIGNMENT, Convert, reading
+from .choice import Convert, reading
 from .experts import offsets_of
 from .gemm import Gemm, Operand
 from .operand import shape_of

@@ -18,13 +18,13 @@ from torch import fx
 from f8fx import hardware as hardware_table
 from f8fx import ops
 from f8fx.cost import CostModel
-from f8fx.hardware import Hardware
+from f8fx.hardware import ALIGNMENT, Hardware
 from f8fx.lacks import lacks, lacks_grouped, not_grouped
 from f8fx.recipe import Recipe
 from f8fx.report import NO_TENSOR_CORES, GemmInfo
 from f8fx.torch_private import size_hint, statically_true
 
-from .choice import ALIGNMENT, EMPTY, KEPT_BY_RECIPE, Choice, Convert, Skip
+from .choice import EMPTY, KEPT_BY_RECIPE, Choice, Convert, Skip
 from .find import Found
 from .gemm import Gemm, Operand, Size, Unmatched
 from .left import UNEVEN

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from f8fx.cost import MAX_M, CostModel
+from f8fx.hardware import ALIGNMENT, aligned
 from f8fx.plan import PlannedGemm, plan
 
-from .choice import ALIGNMENT, Convert
+from .choice import Convert
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Thresholds:
             return self._verdicts(group, traced, rows).get(place, False)
 
         if pays:
-            low, high = 0, -(-traced // ALIGNMENT) * ALIGNMENT
+            low, high = 0, aligned(traced)
         else:
             low = high = traced // ALIGNMENT * ALIGNMENT
             while not converted(high := max(2 * high, ALIGNMENT)):

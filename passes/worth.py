@@ -15,12 +15,12 @@ from torch import fx
 
 from f8fx.calibration import own_calibration
 from f8fx.cost import CostModel
-from f8fx.hardware import Hardware
+from f8fx.hardware import ALIGNMENT, Hardware
 from f8fx.plan import PlannedGemm, PlannedOperand, Verdict, plan
 from f8fx.recipe import ROLES, Recipe, Role
 from f8fx.torch_private import size_hint
 
-from .choice import ALIGNMENT, Choice, Convert, Skip
+from .choice import Choice, Convert, Skip
 from .experts import GROUPED_MM
 from .gemm import Gemm, Operand, Size
 from .thresholds import Thresholds

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from f8fx import hardware
+from f8fx.hardware import ALIGNMENT
 from f8fx.options import Options
 from f8fx.parts import largest_part
-from f8fx.passes.choice import ALIGNMENT
 from f8fx.passes.fqn import without_wrappers
 from f8fx.passes.left import UNEVEN
 from f8fx.report import NO_TENSOR_CORES
