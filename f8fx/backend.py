@@ -11,17 +11,18 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import fx
 
-from . import ahead, canary, executor, halves, inference_inputs, kernel_forms, lowerings
-from .cache import CacheKey, devices_of, has_report, load_report, load_weights, store_report, store_weights
+from . import ahead, canary, executor, halves, inference_inputs, kernel_forms
+from .cache import CacheKey, devices_of, load_report, load_weights, store_report, store_weights
+from .compiler import CompileFx, Compiler
 from .graph_pass import GraphPass, PassError
 from .options import Options, as_passes
-from .partition import Partitioner
 from .passes import FilterError, Pipeline, WeightInputs
 from .passes.halves import ANYTHING, NOTHING, Reads, ReadsOther
 from .passes.parameters import KnownInputs
@@ -37,20 +38,12 @@ from .torch_private import (
     copy_of_graph,
     eager_backward_lowering,
     forget_traced_regions,
-    inductor_cache_hits,
-    inductor_config,
     joint_custom_pre_pass,
     keep_out_of_packages,
     repeatable_backwards,
-    runs_joint_passes,
 )
 from .tuning import tuning
 from .weights import inputs as weight_inputs
-
-CompileFx = Callable[..., Any]
-
-
-Run = Callable[[fx.GraphModule, Sequence[Any], GraphPass | None], Callable[..., Any]]
 
 
 def f8fx(
@@ -103,23 +96,12 @@ def compile_graph(
     if options.executor == "inductor":
         # last: what was found to be wrong is not asked for, not even by the user
         config = {**config, **canary.ensure(devices_of(example_inputs), compile_fx)}
-    compile_fx = partial(compile_fx, **arguments)
+    compiler = Compiler(options, config, partial(compile_fx, **arguments))
     graph_pass = _graph_pass(gm, example_inputs, options, config)
     peers.compare(example_inputs, options)
     weights = halves.positions(example_inputs)
-    own_split = _partitions(options, config) and not _copies_inputs(config)
-    reads = ANYTHING if weights and not own_split else NOTHING
     # compilers take over the graph they are given: keep one for another attempt
     spare = copy_of_graph(gm) if weights or not options.strict else None
-
-    def attempt(graph: fx.GraphModule, keep_to_halves: bool) -> Callable[..., Any]:
-        run = _runner(options, config, compile_fx, keep_to_halves)
-        # a backward that fails must fail here, where there is something to fall back to, and one that is compiled
-        # when it first runs would take what that call retains for what all calls do
-        with repeatable_backwards(), eager_backward_lowering():
-            if options.weights == "dynamic":
-                return run(graph, example_inputs, graph_pass)
-            return _run_with_weights(graph, example_inputs, options, config, graph_pass, run)
 
     def finished(compiled: Callable[..., Any], reads: Reads) -> Callable[..., Any]:
         return halves.saying(checked(compiled, graph_pass.confirmed, example_inputs), weights, reads)
@@ -129,27 +111,14 @@ def compile_graph(
             compiled = weight_inputs.noting_training(compiled)
         return finished(compiled, ANYTHING)
 
-    if options.executor == "inductor" and not runs_joint_passes(config):
-        run = _runner(options, config, compile_fx)
-        return unchanged(_without_passes(options, lambda: run(gm, example_inputs, None)))
+    if not compiler.runs_passes:
+        return unchanged(_without_passes(options, lambda: compiler(gm, example_inputs)))
     try:
-        try:
-            compiled = attempt(gm, keep_to_halves=bool(weights) and own_split)
-        except Exception as error:
-            other = ReadsOther.within(error)
-            if other is None or spare is None:
-                raise
-            reads = other.reads
-            graph_pass.begin_again(reads)
-            compiled = attempt(copy_of_graph(spare), keep_to_halves=False)
+        compiled, reads = _with_passes(gm, example_inputs, compiler, graph_pass, spare, bool(weights))
     except Exception as error:
-        sends_float8 = any(g.moved for report in graph_pass.reports for g in report.gathers)
-        # the other ranks go on: this one must not send something else
-        is_ours = not begins_anew(error) and _is_ours(error, graph_pass)
-        if options.strict or spare is None or sends_float8 or not is_ours:
+        if spare is None or options.strict or not _may_fall_back(error, graph_pass):
             raise
-        run = _runner(options, config, compile_fx)
-        return unchanged(_fall_back(error, graph_pass, options, lambda: run(spare, example_inputs, None)))
+        return unchanged(_fall_back(error, graph_pass, options, lambda: compiler(spare, example_inputs)))
     _publish(graph_pass, options)
     return finished(inference_inputs.savable(compiled, example_inputs), reads)
 
@@ -162,18 +131,50 @@ def _entry() -> CompileFx:
     return entry
 
 
-def _run_with_weights(
+def _with_passes(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    options: Options,
-    config: Mapping[str, Any],
+    compiler: Compiler,
     graph_pass: GraphPass,
-    run: Run,
+    spare: fx.GraphModule | None,
+    has_halves: bool,
+) -> tuple[Callable[..., Any], Reads]:
+    """Compiles a graph with our pass, and says what its forward and its backward read of weights' copies.
+
+    Args:
+        spare: a copy of the graph, for another attempt where it reads others than it should (:mod:`f8fx.halves`).
+        has_halves: whether there are such weights.
+    """
+    keeps = has_halves and compiler.partitions and not compiler.copies_inputs
+    try:
+        compiled = _attempt(gm, example_inputs, replace(compiler, keep_to_halves=keeps), graph_pass)
+        return compiled, ANYTHING if has_halves and not keeps else NOTHING
+    except Exception as error:
+        other = ReadsOther.within(error)
+        if other is None or spare is None:
+            raise
+        graph_pass.begin_again(other.reads)
+        return _attempt(copy_of_graph(spare), example_inputs, compiler, graph_pass), other.reads
+
+
+def _attempt(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler, graph_pass: GraphPass
+) -> Callable[..., Any]:
+    # a backward that fails must fail here, where there is something to fall back to, and one that is compiled
+    # when it first runs would take what that call retains for what all calls do
+    with repeatable_backwards(), eager_backward_lowering():
+        if compiler.options.weights == "dynamic":
+            return compiler(gm, example_inputs, graph_pass)
+        return _compile_with_weights(gm, example_inputs, compiler, graph_pass)
+
+
+def _compile_with_weights(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler, graph_pass: GraphPass
 ) -> Callable[..., Any]:
     """Compiles a graph so that it takes the float8 copies of its weights as inputs, where it can."""
-    frozen = config.get("freezing", inductor_config().freezing)  # weights are constants of the compiled code
-    if frozen or not weight_inputs.candidates(example_inputs, options.experts).weights:
-        return run(gm, example_inputs, graph_pass)
+    options = compiler.options
+    if compiler.freezes or not weight_inputs.candidates(example_inputs, options.experts).weights:
+        return compiler(gm, example_inputs, graph_pass)
     plain, training = (graph_pass.pipeline, graph_pass.key), False
     try:
         casts_of = partial(_casts, gm, example_inputs, options, graph_pass)
@@ -183,7 +184,7 @@ def _run_with_weights(
             graph_pass.pipeline = _pipeline(options, inputs)
             graph_pass.key = graph_pass.key.extended(inputs)
             longer, examples = weight_inputs.extended(gm, example_inputs, inputs, is_static=last)
-            return weight_inputs.wrapped(run(longer, examples, graph_pass), inputs, training, last)
+            return weight_inputs.wrapped(compiler(longer, examples, graph_pass), inputs, training, last)
     except FilterError:
         raise
     except Exception as error:
@@ -195,7 +196,7 @@ def _run_with_weights(
         graph_pass.forget()
         graph_pass.pipeline, graph_pass.key = plain
         training = weight_inputs.may_train(example_inputs)
-    compiled = run(gm, example_inputs, graph_pass)
+    compiled = compiler(gm, example_inputs, graph_pass)
     return weight_inputs.noting_training(compiled) if training else compiled
 
 
@@ -221,64 +222,6 @@ def _casts(
     return inputs, training
 
 
-def _partitions(options: Options, config: Mapping[str, Any]) -> bool:
-    """Whether f8fx's partitioner splits the graphs: not where the user has one."""
-    own = config.get("custom_partitioner_fn", inductor_config().custom_partitioner_fn) is None
-    return own or options.executor == "eager"
-
-
-def _copies_inputs(config: Mapping[str, Any]) -> bool:
-    """Whether graphs are replayed as CUDA graphs, into whose memory inputs are copied."""
-    return bool(config.get("triton.cudagraphs", inductor_config().triton.cudagraphs))
-
-
-def _runner(
-    options: Options, config: Mapping[str, Any], compile_fx: CompileFx, keep_to_halves: bool = False
-) -> Run:
-    """What compiles a graph: with the pass, or, given none, as if f8fx were not there.
-
-    Args:
-        keep_to_halves: see :class:`~f8fx.partition.Partitioner`.
-    """
-
-    def run_eagerly(
-        graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
-    ) -> Callable[..., Any]:
-        return executor.compile_eager(graph, example_inputs, graph_pass, None, options.save, keep_to_halves)
-
-    def run_inductor(
-        graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None
-    ) -> Callable[..., Any]:
-        if graph_pass is None:
-            return compile_fx(graph, example_inputs, config_patches=dict(config))
-        ours: dict[str, Any] = {"joint_custom_pre_pass": graph_pass}
-        # as they are: lowering changes them, and Inductor sets them back after the compile
-        ours.update({key: getattr(inductor_config(), key) for key in graph_pass.tuning})
-        if _partitions(options, config):
-            ours["custom_partitioner_fn"] = Partitioner(options.save, keep_to_halves)
-        spare = None if has_report(graph_pass.key) else copy_of_graph(graph)
-        hits = inductor_cache_hits()
-        compiled = compile_fx(graph, example_inputs, config_patches={**config, **ours})
-        if spare is not None and inductor_cache_hits() > hits:
-            _decide_again(spare, example_inputs, graph_pass)
-        return compiled
-
-    if options.executor == "eager":
-        return run_eagerly
-    lowerings.register()
-    return run_inductor
-
-
-def _decide_again(graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass) -> None:
-    """What was decided for a graph from a cache that does not say: to be reported, and compared with other ranks."""
-    if graph_pass.reports or graph_pass.met_again:
-        return  # only a half of it was there
-    executor.trace(graph, example_inputs, graph_pass)
-    forget_traced_regions()
-    for report in graph_pass.reports:
-        report.cached = True
-
-
 def _graph_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any]
 ) -> GraphPass:
@@ -300,6 +243,13 @@ def _pipeline(options: Options, weights: WeightInputs | None = None, constants: 
             log.debug("after %s:\n%s", name, text)
 
     return options.pipeline(watch=watch, weights=weights, constants=constants, runs=True)
+
+
+def _may_fall_back(error: BaseException, graph_pass: GraphPass) -> bool:
+    """Whether a graph can be compiled as if f8fx were not there instead, and f8fx is what failed."""
+    # the other ranks go on: this one must not send something else
+    sends_float8 = any(g.moved for report in graph_pass.reports for g in report.gathers)
+    return not sends_float8 and not begins_anew(error) and _is_ours(error, graph_pass)
 
 
 def _is_ours(error: BaseException, graph_pass: GraphPass) -> bool:
