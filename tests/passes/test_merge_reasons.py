@@ -16,7 +16,8 @@ from f8fx import hardware, ops
 from f8fx.cost import CostModel
 from f8fx.passes import merge as merge_pass
 from f8fx.passes import select as select_pass
-from f8fx.passes.family import Family, families
+from f8fx.passes.family import Family
+from f8fx.passes.siblings import families
 from f8fx.report import GraphReport
 from tests.helpers import bf16, compiled, joint_graphs, randn, sqnr
 
