@@ -110,24 +110,30 @@ class _Raised(str):
 
 def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: CompileFx) -> str | None:
     """What is wrong with the first function that does not give the bytes of its definition."""
-    on_gpu = device.type == "cuda"
     for case in functions:
-        if case.gpu_only and not on_gpu:
+        if case.gpu_only and device.type != "cuda":
             continue
         try:
-            x, y = data(case.gpu_shape if on_gpu else case.shape, device, case.dtype)
-            graph = fx.symbolic_trace(case.run)
-            # Inductor's caches do not know forms, and would give one the code of another
-            patches = {**_patches(TRYING.forms), "force_disable_caches": True}
-            compiled = compile_fx(graph, [x, y], config_patches=patches)
-            for inputs in ((x, y), (special(x), y)):
-                for index, (want, got) in enumerate(zip(case.run(*inputs), compiled(*inputs), strict=True)):
-                    if not _same(want, got):
-                        return f"output {index} of {case.name!r} differs from its definition"
+            output = _first_difference(case, device, compile_fx)
         except Exception as error:
             return _Raised(
                 f"{case.name!r} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             )
+        if output is not None:
+            return f"output {output} of {case.name!r} differs from its definition"
+    return None
+
+
+def _first_difference(case: Case, device: torch.device, compile_fx: CompileFx) -> int | None:
+    """Which output of a function differs from its definition."""
+    x, y = data(case.gpu_shape if device.type == "cuda" else case.shape, device, case.dtype)
+    # Inductor's caches do not know forms, and would give one the code of another
+    patches = {**_patches(TRYING.forms), "force_disable_caches": True}
+    compiled = compile_fx(fx.symbolic_trace(case.run), [x, y], config_patches=patches)
+    for inputs in ((x, y), (special(x), y)):
+        for index, (want, got) in enumerate(zip(case.run(*inputs), compiled(*inputs), strict=True)):
+            if not _same(want, got):
+                return index
     return None
 
 
