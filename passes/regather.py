@@ -19,7 +19,7 @@ from f8fx import ops
 from . import gather
 from .commute import Copy, Move, Use
 from .fake import set_value_by_layout
-from .gather import SIZE, Reader, all_gather, is_movement, shard_axes, wait_tensor
+from .gather import SIZE, Reader, Step, all_gather, is_movement, shard_axes, wait_tensor
 from .in_memory import is_in_memory
 from .operand import CASTS, amax_dim, shape_of
 from .reduction import Reduction, insert_reduction
@@ -256,29 +256,29 @@ class Rewrite:
         )
         return insert(aten.view.dtype, padded, copy.dtype)
 
+    def _moved(
+        self, copy: Copy, reader: Reader, step: Step, node: fx.Node, now: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
+        """The float8 data after one node of a step."""
+        if step.kind == "pad":
+            return self._pad(copy, reader, node, now)
+        source = cast("fx.Node", node.args[step.kind == "copy"])
+        is_cloned = node.target is aten.clone.default and now[source].meta["val"].is_contiguous()
+        if step.kind in ("cast", "copy") or is_cloned:
+            return now[source]
+        args: Any = fx.map_arg(node.args, lambda n: now.get(n, n))
+        return self._inserter(node, reader)(self._target(copy, node), *args, **node.kwargs)
+
     def _operand(self, copy: Copy, use: Use, now: dict[fx.Node, fx.Node], is_matrix: bool) -> fx.Node:
         """What a use reads now: the gathered float8 data, moved as the gathered tensor was."""
         reader = use.reader
-        current = reader.wait
-        for step in reader.steps if not is_matrix else ():
-            if step.kind in ("cast", "copy"):
-                now[step.result] = now[step.result.args[step.kind == "copy"]]  # type: ignore[index]
-            elif step.kind == "pad":
-                now[step.result] = self._pad(copy, reader, step.result, now)
-            else:
-                for node in step.nodes:
-                    source = node.args[0]
-                    if node.target is aten.clone.default and now[source].meta["val"].is_contiguous():  # type: ignore[index]
-                        now[node] = now[source]  # type: ignore[index]
-                        continue
-                    insert = self._inserter(node, reader)
-                    args = fx.map_arg(node.args, lambda n: now.get(n, n))
-                    now[node] = insert(self._target(copy, node), *args, **node.kwargs)  # type: ignore
-            current = step.result
+        for step in () if is_matrix else reader.steps:
+            for node in step.nodes:
+                now[node] = self._moved(copy, reader, step, node, now)
         self.now |= now
-        data = now[current]
+        data = now[reader.wait if is_matrix else reader.source]
+        insert = self._inserter(reader.node, reader, cast=True)
         if self.as_bytes:
-            insert = self._inserter(reader.node, reader, cast=True)
             sizes = shape_of(data)
             if _is_left_of_gemm(use.result) and all(isinstance(size, int) for size in sizes):
                 # Inductor would fuse gather and gemm, and give the fused operator bytes: it looks through the next view
@@ -287,7 +287,6 @@ class Rewrite:
         if not use.transpose and use.align == (1, 1) and data.meta["val"].is_contiguous():
             return data
         device = data.meta["val"].device
-        insert = self._inserter(reader.node, reader, cast=True)
         one = insert(aten.full.default, [], 1.0, dtype=torch.float32, device=device, pin_memory=False)
         return insert(
             ops.quantize,
