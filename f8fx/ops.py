@@ -320,22 +320,3 @@ grouped_mm = torch.ops.f8fx.grouped_mm.default
 #: format, and a ``quantize`` folds into a marker of its own format only. ``alternate``: the first copy
 #: may be in memory in the forward only, the second in the backward only.
 MARKERS = frozenset((dequantize, dequantize_both))
-
-#: All operators of the IR.
-ALL = frozenset(
-    (
-        amax,
-        amax_both,
-        column_sums,
-        scale,
-        quantize,
-        quantize_both,
-        quantize_rowwise,
-        *MARKERS,
-        relayout,
-        concat,
-        materialize,
-        rounded,
-        grouped_mm,
-    )
-)

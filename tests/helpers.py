@@ -12,10 +12,13 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 import f8fx
-from f8fx import executor
+from f8fx import executor, ops
 from f8fx.report import GraphReport, recording
 
 bf16 = torch.bfloat16
+
+#: All operators of the IR.
+IR = frozenset(op for op in vars(ops).values() if getattr(op, "namespace", None) == "f8fx")
 
 #: tensorwise with e4m3 gradients: e5m2 has 2 bits of mantissa, not enough for 20 dB
 E4M3 = f8fx.Recipe(

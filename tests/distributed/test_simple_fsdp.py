@@ -29,7 +29,7 @@ from tests.distributed.harness import TIMEOUT, checks_of, outcome_fixture
 from tests.distributed.models import saved_bytes
 from tests.distributed.sent import InGraph
 from tests.distributed.simple_fsdp import simple_fsdp
-from tests.helpers import Block, Experts, bf16, compiled, randn
+from tests.helpers import IR, Block, Experts, bf16, compiled, randn
 from tests.long import with_long
 
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 1e-3), "AdamW": lambda p: torch.optim.AdamW(p, 1e-3)}
@@ -208,7 +208,7 @@ def moved_by_hand(fn, x):
     """What a function of the operators of the IR gives once its gather carries float8."""
     graph_module = make_fx(fn)(x)
     for node in graph_module.graph.nodes:
-        if node.target in ops.ALL:
+        if node.target in IR:
             node.meta["f8fx"] = Provenance(node.name, "", "output", "test")
     (decision,) = Collectives()(graph_module.graph)
     assert decision.moved, decision

@@ -11,11 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
 import f8fx
-from f8fx import ops
 from f8fx.passes import Collectives, Pipeline, check, describe
 from f8fx.passes.rewrite import Provenance
 from f8fx.torch_private import fake_tensor_mode
-from tests.helpers import bf16
+from tests.helpers import IR, bf16
 
 aten = torch.ops.aten
 
@@ -123,7 +122,7 @@ def by_hand(fn, *shapes, trace=None):
     """The graph of a function that calls the operators of the IR, as if passes had put them there."""
     graph = (trace or graph_of)(fn, *shapes)
     for node in graph.nodes:
-        if node.target in ops.ALL:
+        if node.target in IR:
             node.meta["f8fx"] = Provenance(node.name, "", "output", "test")
     return graph
 

@@ -16,7 +16,7 @@ from f8fx import ops
 from f8fx.passes.amax_both import AmaxBoth
 from f8fx.passes.in_memory import part_in_memory
 from f8fx.passes.rewrite import Provenance
-from tests.helpers import randn
+from tests.helpers import IR, randn
 from tests.passes.test_one_read import graph_with, run_with
 
 
@@ -175,7 +175,7 @@ def test_a_sum_of_all_columns_needs_a_read_of_its_own_unless_it_is_taken_part_by
 
     graph = make_fx(f, tracing_mode="fake")(*(randn(32, 48, grad=False) for _ in "xy")).graph
     for node in graph.nodes:
-        if node.target in ops.ALL:
+        if node.target in IR:
             node.meta["f8fx"] = Provenance("mm", "", "grad_input", "quantize")
     AmaxBoth(lambda device: True)(graph)
     found = graph.find_nodes(op="call_function", target=ops.amax_both)
@@ -197,7 +197,7 @@ def test_a_sum_that_a_part_beside_it_is_computed_from_needs_a_read_of_its_own():
 
     graph = make_fx(f, tracing_mode="fake")(*(randn(32, 48, grad=False) for _ in "xy")).graph
     for node in graph.nodes:
-        if node.target in ops.ALL:
+        if node.target in IR:
             node.meta["f8fx"] = Provenance("mm", "", "grad_input", "quantize")
     AmaxBoth(lambda device: True)(graph)
     assert not graph.find_nodes(op="call_function", target=ops.amax_both)
