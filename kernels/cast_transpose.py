@@ -1,7 +1,7 @@
 """One read, two layouts: float8 copies of a tensor, row-major and transposed, from one read of it.
 
 :func:`cast_transpose` is ``f8fx.quantize_both`` (:mod:`f8fx.ops`) with the same arguments and the same
-bits; :func:`cast` and :func:`cast_transposed` are its halves, for when one copy is all that is needed.
+bits; :func:`cast` makes the row-major copy alone.
 Where the Triton kernel cannot run (a CPU, a GPU without float8, a ``fnuz`` type on an NVIDIA GPU, for
 which Triton has no type) the definition runs instead, and the log says why, once.
 
@@ -123,25 +123,6 @@ def cast(
         return definition.quantize(x, scale, dtype, dim, False, list(align))
     out = _empty(x, x.shape, align, dtype)
     _launch(x, scale, None, out, None, dtype, dim, None, tile, clamp)
-    return out
-
-
-def cast_transposed(
-    x: Tensor,
-    scale: Tensor,
-    *,
-    dtype: torch.dtype,
-    dim: int | None = None,
-    align: Sequence[int] = (1, 1),
-    tile: TileChoice = None,
-    clamp: bool = True,
-) -> Tensor:
-    """The transposed copy alone, [N, M]; ``dim`` in terms of ``x``, ``align`` of the copy."""
-    if reason := launch.why_not(x, dtype):
-        launch.say_fallback(reason)
-        return definition.quantize(x, scale, dtype, dim, True, list(align))
-    out = _empty(x, x.shape[::-1], align, dtype)
-    _launch(x, None, scale, None, out, dtype, None, dim, tile, clamp)
     return out
 
 
