@@ -279,9 +279,10 @@ class CostModel:
             roles: which of the three gemms exist (inference has only ``"output"``).
             itemsize: bytes per element in high precision.
         """
+        sizes = {M: m, K: k, N: n}
         high = float8 = 0.0
         for role in roles:
-            gm, gk, gn = {"output": (m, k, n), "grad_input": (m, n, k), "grad_weight": (n, m, k)}[role]
+            gm, gk, gn = (sizes[size] for size in _GEMM_SHAPE[role])
             spec = recipe.gemm(role)
             in_high = self.gemm_seconds(gm, gk, gn, False, itemsize=itemsize)
             high += in_high
@@ -290,12 +291,11 @@ class CostModel:
                 if spec is None
                 else self.gemm_seconds(gm, gk, gn, True, spec.is_rowwise, spec.scales_after_gemm)
             )
-        shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
         for cast in self._casts(recipe, roles):
-            shape = shapes[cast.kind]
-            seconds = self.cast_seconds(*shape, itemsize, cast.rowwise, cast.transposed, cast.kind)
+            rows, cols = (sizes[size] for size in _TENSOR_SHAPE[cast.kind])
+            seconds = self.cast_seconds(rows, cols, itemsize, cast.rowwise, cast.transposed, cast.kind)
             if cast.amax:
-                seconds += self.amax_seconds(*shape, itemsize, fused=cast.kind == "input")
+                seconds += self.amax_seconds(rows, cols, itemsize, fused=cast.kind == "input")
             float8 += seconds
         return LayerCost(high, float8, self.calibration.margin)
 
@@ -307,10 +307,10 @@ class CostModel:
         total: sympy.Expr = sympy.Integer(0)
         for role in roles:
             spec = recipe.gemm(role) if float8 else None
-            ways = self._scalings(spec is not None and spec.scales_after_gemm)
+            rescale = spec is not None and spec.scales_after_gemm
+            seconds = self.gemm_expression(spec is not None, rescale, itemsize)
             shape = dict(zip((M, K, N), _GEMM_SHAPE[role], strict=True))
-            gemms = [_gemm(hw, c, spec is not None, each, itemsize) for each in ways]
-            total += sympy.Min(*gemms).subs(shape, simultaneous=True)
+            total += seconds.subs(shape, simultaneous=True)
         for cast in self._casts(recipe, roles) if float8 else ():
             seconds = _copy(hw, c, itemsize, cast.rowwise, cast.transposed, cast.kind)
             if cast.amax:
@@ -337,11 +337,10 @@ class CostModel:
         tensors = {_TENSOR_SHAPE[kind] for role in converted for kind in ROLE_OPERANDS[role]}
         results = [(_GEMM_SHAPE[role][0], _GEMM_SHAPE[role][2]) for role in converted]
         extra = 0.0
-        bandwidth = self.hardware.memory_bandwidth * self.calibration.memory_efficiency
         for shape in [*tensors, *results]:
             if any(padded[size] != sizes[size] for size in shape):
-                moved = 2 * itemsize * math.prod(padded[size] for size in shape)
-                extra += moved / bandwidth + self.hardware.launch_overhead
+                moved = itemsize * math.prod(padded[size] for size in shape)
+                extra += self.copy_seconds(moved) + self.hardware.launch_overhead
         high = self.layer(m, k, n, recipe, roles, itemsize).high_seconds
         float8 = self.layer(padded[M], padded[K], padded[N], recipe, roles, itemsize).float8_seconds + extra
         return LayerCost(high, float8, self.calibration.margin).pays
