@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from .backward import is_tangent
+from .elements import COPIES, KEEP_VALUES, VIEWS, flat_base, is_pointwise
 from .left import ACTIVATIONS, DISTANCES, HELD
-from .operand import COPIES, KEEP_VALUES, VIEWS, flat_base, is_pointwise
 from .parameters import OfParameters, contracts
 
 aten = torch.ops.aten

@@ -35,9 +35,10 @@ from f8fx.torch_private import statically_true
 
 from .backward import backward_nodes
 from .columns import column_sums, inputs_of, is_over_rows, side_by_side
+from .elements import SAME_ORDER, flat_base, readers
 from .in_memory import is_in_memory
 from .one_read import ends_in
-from .operand import SAME_ORDER, flat_base, is_same_shape, readers, shape_of
+from .sizes import is_same_shape, shape_of
 
 aten = torch.ops.aten
 

@@ -24,9 +24,10 @@ from f8fx.torch_private import sums_both_ways
 
 from .backward import backward_nodes
 from .columns import column_sums, inputs_of, is_over_rows, side_by_side
+from .elements import amax_dim
 from .in_memory import is_in_memory
-from .operand import amax_dim, shape_of
 from .rewrite import Inserter, Provenance
+from .sizes import shape_of
 
 #: A tensor of at most so many bytes is still in the cache when it is read again: half of an H100's.
 CACHED = 25 << 20

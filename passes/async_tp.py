@@ -27,8 +27,9 @@ from torch import fx
 from f8fx.torch_private import c10d
 
 from .by_rank import reorder, sent_by
-from .operand import SAME_ORDER, flat_base, is_same, is_same_shape, shape_of
+from .elements import SAME_ORDER, flat_base
 from .rewrite import Inserter, Provenance
+from .sizes import is_same, is_same_shape, shape_of
 
 aten = torch.ops.aten
 

@@ -16,10 +16,11 @@ from torch import fx
 from f8fx.torch_private import statically_true
 
 from .choice import Choice, Convert
+from .elements import CASTS
 from .gemm import Gemm
-from .operand import CASTS, is_same
 from .quantize import RowwiseScales, is_scaled_after
 from .rewrite import Inserter
+from .sizes import is_same
 
 aten = torch.ops.aten
 

@@ -30,8 +30,8 @@ from f8fx import ops
 from f8fx.torch_private import c10d
 
 from .fake import set_value
-from .operand import is_same, shape_of
 from .rewrite import Inserter
+from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
 

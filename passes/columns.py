@@ -10,8 +10,9 @@ from torch import fx
 
 from f8fx import ops
 
+from .elements import CASTS, SAME_ORDER, base_of, flat_base, is_pointwise, readers
 from .in_memory import is_in_memory, part_in_memory
-from .operand import CASTS, SAME_ORDER, base_of, flat_base, is_pointwise, is_same, readers, shape_of
+from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
 

@@ -17,11 +17,12 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d, size_hint
 
+from .elements import COPIES, amax_dim
 from .gather import FLOATS, Gathered, Reader, Step, is_padding, shard_axes
 from .matmuls import FLOAT8_MATMULS
-from .operand import COPIES, amax_dim, shape_of
 from .origins import is_of_gather
 from .rewrite import RECOMPUTED
+from .sizes import shape_of
 
 aten = torch.ops.aten
 

@@ -32,18 +32,11 @@ from f8fx.torch_private import overwritten_inputs
 
 from .choice import Convert
 from .columns import is_over_rows
+from .elements import VIEWS, base_of, flat_base, is_part_of, readers
 from .in_memory import is_in_memory, part_in_memory
-from .operand import (
-    VIEWS,
-    base_of,
-    flat_base,
-    is_part_of,
-    is_same,
-    readers,
-    shape_of,
-)
 from .origins import is_gathered
 from .rewrite import Inserter, Provenance
+from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
 

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from .elements import CASTS, PERMUTES, SAME_ORDER, stays_on_device
 from .left import GROUPED_DYNAMIC, GROUPED_FORM, GROUPED_GRADIENT
-from .operand import CASTS, PERMUTES, SAME_ORDER, is_same_shape, permutation, shape_of, stays_on_device
+from .operand import permutation
+from .sizes import is_same_shape, shape_of
 
 aten = torch.ops.aten
 

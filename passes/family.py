@@ -14,7 +14,7 @@ from .choice import Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand
 from .lifetimes import Members, copied_out
-from .operand import is_same
+from .sizes import is_same
 from .sums import Sum, sum_of
 
 aten = torch.ops.aten

@@ -38,6 +38,7 @@ from . import fqn
 from .activations import Activations, is_added_to_norms
 from .backward import depending_on_tangents
 from .choice import EMPTY
+from .elements import CASTS, input_of, is_part_of, is_part_of_input, stays_on_device
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
@@ -54,18 +55,9 @@ from .left import (
     LEFT_OPERAND,
 )
 from .matmuls import GEMMS, first_shape, is_fused, is_matrix, operands_of, sizes_of
-from .operand import (
-    CASTS,
-    input_of,
-    is_part_of,
-    is_part_of_input,
-    is_same,
-    repeated_matrix,
-    shape_of,
-    stays_on_device,
-    trace,
-)
+from .operand import repeated_matrix, trace
 from .parameters import expanded_parameter, is_repeated, of_parameters
+from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
 

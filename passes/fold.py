@@ -27,19 +27,12 @@ from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
 from .backward import backward_nodes
+from .elements import SAME_ORDER, VIEWS, input_of, is_part_of
 from .fake import view_of
-from .operand import (
-    SAME_ORDER,
-    VIEWS,
-    input_of,
-    is_part_of,
-    is_same,
-    is_same_shape,
-    repeated_matrix,
-    shape_of,
-)
+from .operand import repeated_matrix
 from .parameters import of_parameters
 from .rewrite import MARKS, Inserter, Provenance, erase_unused
+from .sizes import is_same, is_same_shape, shape_of
 
 aten = torch.ops.aten
 

@@ -29,18 +29,9 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
-from .operand import (
-    CASTS,
-    COPIES,
-    PERMUTES,
-    SAME_ORDER,
-    VIEWS,
-    is_same,
-    is_same_shape,
-    permutation,
-    shape_of,
-    stays_on_device,
-)
+from .elements import CASTS, COPIES, PERMUTES, SAME_ORDER, VIEWS, stays_on_device
+from .operand import permutation
+from .sizes import is_same, is_same_shape, shape_of
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import input_position, is_higher_order
 
-from .operand import base_of
+from .elements import base_of
 
 #: ``meta`` of a copy: whose it is.
 HALF = "f8fx_half"

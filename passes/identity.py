@@ -8,7 +8,8 @@ from torch import fx
 
 from f8fx import ops
 
-from .operand import CASTS, PERMUTES, flat_base, keeps_order
+from .elements import CASTS, PERMUTES, flat_base
+from .operand import keeps_order
 from .rewrite import MARKS
 
 

@@ -12,8 +12,8 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
+from .elements import SPLITS, base_of, is_given
 from .matmuls import FLOAT8_MATMULS
-from .operand import SPLITS, base_of, is_given
 
 aten = torch.ops.aten
 

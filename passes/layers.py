@@ -20,7 +20,7 @@ from f8fx.torch_private import size_hint, statically_true
 from . import fqn
 from .gemm import Gemm, Size
 from .matmuls import sizes_of
-from .operand import is_same
+from .sizes import is_same
 
 _Reader = tuple[Gemm, OperandKind]
 

@@ -22,7 +22,7 @@ from f8fx.cost import CostModel
 from f8fx.torch_private import size_hint
 
 from .choice import Convert
-from .operand import CASTS, MOVEMENTS, is_pointwise, readers_of_memory
+from .elements import CASTS, MOVEMENTS, is_pointwise, readers_of_memory
 from .residual import is_sum_of_results
 from .strides import takes_any_strides
 

@@ -18,8 +18,8 @@ from f8fx import ops
 
 from . import fqn
 from .experts import stacked
-from .operand import shape_of
 from .rewrite import Inserter, erase_unused
+from .sizes import shape_of
 
 aten = torch.ops.aten
 

@@ -33,10 +33,10 @@ from f8fx import ops
 
 from .backward import backward_nodes
 from .columns import side_by_side
+from .elements import CASTS, MOVEMENTS, SAME_ORDER, base_of, is_pointwise, readers
 from .experts import GROUPED_MM
 from .fqn import of_node
 from .in_memory import is_in_memory
-from .operand import CASTS, MOVEMENTS, SAME_ORDER, base_of, is_pointwise, readers
 from .residual import is_residual_sum
 from .rewrite import Provenance, insert_behind
 

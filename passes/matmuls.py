@@ -9,9 +9,10 @@ from torch import fx
 
 from f8fx import ops
 
+from .elements import CASTS, base_of, flat_base, is_pointwise
 from .experts import GROUPED_MM
 from .left import LEFT
-from .operand import CASTS, base_of, flat_base, is_pointwise, is_same, shape_of
+from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
 

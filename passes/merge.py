@@ -50,14 +50,15 @@ from f8fx.report import MergeDecision
 from .backward import backward_nodes
 from .bias import concatenated_biases
 from .choice import Choice, Convert, current, reading
+from .elements import CASTS, SAME_ORDER
 from .family import Apart, Family, gemms, users_between
 from .gemm import Gemm
 from .lifetimes import Members, parted, partitions, reads_by_strides
 from .merge_worth import Paying, judged, merge_decision, noted
-from .operand import CASTS, SAME_ORDER, shape_of
 from .rewrite import Inserter, Provenance
 from .rounding import as_written
 from .siblings import families
+from .sizes import shape_of
 from .strides import replace_laid_out
 
 aten = torch.ops.aten

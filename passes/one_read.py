@@ -30,10 +30,10 @@ from f8fx.kernels import row_cast_columns
 from f8fx.torch_private import statically_true
 
 from .backward import backward_nodes, is_tangent
+from .elements import MOVEMENTS, base_of, is_given, readers
 from .in_memory import is_in_memory
 from .marked import IN_BACKWARD
 from .matmuls import FLOAT8_MATMULS
-from .operand import MOVEMENTS, base_of, is_given, readers
 
 aten = torch.ops.aten
 

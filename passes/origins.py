@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
+from .elements import MOVEMENTS
 from .gather import all_gather, copy, is_movement, wait_tensor
-from .operand import MOVEMENTS
 
 
 def is_gathered(node: fx.Node) -> bool:

@@ -23,7 +23,8 @@ from f8fx.torch_private import (
     keeps_its_address,
 )
 
-from .operand import COPIES, base_of, input_of, is_given, is_same, is_size, shape_of
+from .elements import COPIES, base_of, input_of, is_given
+from .sizes import is_same, is_size, shape_of
 
 aten = torch.ops.aten
 

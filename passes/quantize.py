@@ -39,9 +39,9 @@ from f8fx.torch_private import size_hint
 from .choice import Convert, reading
 from .experts import offsets_of
 from .gemm import Gemm, Operand
-from .operand import shape_of
 from .rewrite import Inserter, Provenance, take_over
 from .rounding import as_written
+from .sizes import shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

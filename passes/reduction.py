@@ -20,8 +20,8 @@ from f8fx.torch_private import c10d
 
 from .backward import backward_nodes
 from .gather import is_movement
-from .operand import shape_of
 from .rewrite import Inserter, hoist
+from .sizes import shape_of
 
 aten = torch.ops.aten
 

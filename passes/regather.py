@@ -18,13 +18,14 @@ from f8fx import ops
 
 from . import gather
 from .commute import Copy, Move, Use
+from .elements import CASTS, amax_dim
 from .fake import set_value_by_layout
 from .gather import SIZE, Reader, Step, all_gather, is_movement, shard_axes, wait_tensor
 from .in_memory import is_in_memory
-from .operand import CASTS, amax_dim, shape_of
 from .reduction import Reduction, insert_reduction
 from .rewrite import MARKS, Inserter
 from .rounding import COMPUTED_AS_FLOAT32
+from .sizes import shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -7,9 +7,9 @@ from torch import fx
 
 from f8fx import ops
 
+from .elements import CASTS, SAME_ORDER, is_elementwise
 from .experts import GROUPED_MM
 from .matmuls import FLOAT8_MATMULS
-from .operand import CASTS, SAME_ORDER, is_elementwise
 
 aten = torch.ops.aten
 

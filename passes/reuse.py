@@ -27,8 +27,8 @@ from f8fx import ops
 from f8fx.torch_private import input_position
 
 from .backward import is_tangent
+from .elements import amax_dim
 from .experts import stacked
-from .operand import amax_dim
 from .rewrite import erase_unused
 
 

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from f8fx import ops
 
+from .elements import is_view
 from .fake import set_value, set_value_by_layout
-from .operand import is_same, is_same_shape, is_view
+from .sizes import is_same, is_same_shape
 
 #: Checkpointing's: whether a node is recomputed, and with which region.
 MARKS = ("recompute", "ac_graph_id")

@@ -22,9 +22,10 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import is_of_torch, is_operator
 
+from .elements import is_view
 from .in_memory import is_in_memory
-from .operand import is_size, is_view
 from .rewrite import Inserter, insert_behind
+from .sizes import is_size
 
 aten = torch.ops.aten
 

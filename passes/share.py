@@ -25,9 +25,9 @@ from torch import fx
 from f8fx import ops
 
 from .backward import backward_nodes
+from .elements import base_of, is_given
 from .marked import fold
 from .matmuls import FLOAT8_MATMULS
-from .operand import base_of, is_given
 from .rewrite import hoist
 
 

@@ -21,11 +21,12 @@ from f8fx.torch_private import stands_for_write
 
 from .bias import settled
 from .choice import KEPT_BY_RECIPE, Choice, Convert
+from .elements import KEEP_VALUES, is_view
 from .family import GRADIENTS, Apart, Family, apart, family_of
 from .gemm import Gemm, Unmatched
 from .lifetimes import Members
-from .operand import KEEP_VALUES, is_view, shape_of
 from .origins import is_gathered
+from .sizes import shape_of
 
 aten = torch.ops.aten
 

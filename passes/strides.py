@@ -11,8 +11,8 @@ from torch import fx
 
 from f8fx.torch_private import as_it_runs, is_of_torch, is_operator, size_hint
 
+from .elements import is_view
 from .fake import set_value
-from .operand import is_view
 from .rewrite import refresh_views, take_over
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .operand import CASTS, SAME_ORDER, is_elementwise
+from .elements import CASTS, SAME_ORDER, is_elementwise
 
 aten = torch.ops.aten
 

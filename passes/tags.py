@@ -27,7 +27,7 @@ from f8fx import ops
 from f8fx.torch_private import overwritten_inputs
 
 from .backward import backward_nodes
-from .operand import readers_of_memory
+from .elements import readers_of_memory
 from .rewrite import RECOMPUTED
 
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
