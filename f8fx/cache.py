@@ -27,7 +27,7 @@ from .options import Options
 from .passes.parameters import KnownInputs
 from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
 from .records import store_json
-from .report import GraphReport, log
+from .report import GraphReport, dtype_name, log
 from .sources import source_hash
 from .torch_private import CustomGraphPass, group_backends, inductor_cache_dir, place_in_mesh, size_hint
 
@@ -183,7 +183,7 @@ def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:
     casts = [
         [
             *copies.place,
-            *(str(cast.scale.dtype).removeprefix("torch."), cast.scale.dim, cast.scale.power_of_2),
+            *(dtype_name(cast.scale.dtype), cast.scale.dim, cast.scale.power_of_2),
             *(cast.transpose, cast.align),
         ]
         for copies in inputs.copies

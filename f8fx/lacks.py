@@ -6,6 +6,7 @@ import torch
 
 from .accelerator import Hardware
 from .recipe import ROLE_OPERANDS, QuantSpec, Recipe, Role
+from .report import dtype_name
 
 
 def lacks(hardware: Hardware, spec: QuantSpec, dtype: torch.dtype | None = None) -> str:
@@ -18,7 +19,7 @@ def lacks(hardware: Hardware, spec: QuantSpec, dtype: torch.dtype | None = None)
         dtype not in hardware.float8_dtypes.values() if dtype else spec.dtype not in hardware.float8_dtypes
     )
     if missing:
-        return f"no {str(dtype or spec.dtype).removeprefix('torch.')} on {hardware.name}"
+        return f"no {dtype_name(dtype or spec.dtype)} on {hardware.name}"
     if spec.granularity not in hardware.granularities:
         return f"no {spec.granularity} float8 gemm on {hardware.name}"
     return ""

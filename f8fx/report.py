@@ -23,6 +23,11 @@ log = logging.getLogger("f8fx")
 NO_TENSOR_CORES = "no float8 tensor cores on"
 
 
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """As reasons and tables have it: without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class GemmInfo:
     """A matmul as user code sees it: what ``filter_fn`` is called with.

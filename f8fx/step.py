@@ -18,6 +18,7 @@ from .fsdp.copies import Wanted
 from .fsdp.formats import Format, scale_shape
 from .fsdp.judge import GatherDecision, judge
 from .options import Options
+from .report import dtype_name
 from .torch_private import local_tensor
 from .wire import Call, World
 
@@ -117,7 +118,7 @@ class Sharded:
                 sizes = _summed(self._gathered(p, content if float8 else None, float8) for p in params)
                 found.append(Call("all_gather", "weights", unit, backward, ranks, sizes, stride))
             shards = _summed(
-                [(_name(p.reduce_dtype), p.shard(ranks) * p.reduce_dtype.itemsize)]
+                [(dtype_name(p.reduce_dtype), p.shard(ranks) * p.reduce_dtype.itemsize)]
                 for p in params
                 if p.trained and training
             )
@@ -134,11 +135,11 @@ class Sharded:
         """dtype and bytes that a gather of a parameter takes from a rank."""
         elements = p.shard(self.world.fsdp)
         if not float8 or not p.formats:
-            return [(_name(p.gather_dtype), elements * p.gather_dtype.itemsize)]
+            return [(dtype_name(p.gather_dtype), elements * p.gather_dtype.itemsize)]
         sent = p.formats
         if content is not None and len(sent) > 1 and not (content and p.recomputed):
             sent = sent[content : content + 1]
-        return [(_name(form.dtype), elements * form.dtype.itemsize) for form in sent]
+        return [(dtype_name(form.dtype), elements * form.dtype.itemsize) for form in sent]
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -193,7 +194,3 @@ def _summed(parts: Iterable[Iterable[tuple[str, int]]]) -> dict[str, int]:
         for dtype, count in part:
             result[dtype] = result.get(dtype, 0) + count
     return result
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

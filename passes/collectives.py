@@ -56,7 +56,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx
 
-from f8fx.report import CollectiveDecision
+from f8fx.report import CollectiveDecision, dtype_name
 from f8fx.torch_private import carries_float8, group_backend, group_rank
 
 from . import fqn
@@ -161,7 +161,7 @@ def _described(node: fx.Node, value: Tensor, group_size: int, backward: bool) ->
     return {
         "fqn": fqn.of_node(node),
         "shape": tuple(size if isinstance(size, int) else str(size) for size in value.shape),
-        "dtype": str(value.dtype).removeprefix("torch."),
+        "dtype": dtype_name(value.dtype),
         "group_size": group_size,
         "backward": backward,
     }

@@ -21,7 +21,7 @@ from f8fx.cost import CostModel
 from f8fx.hardware import ALIGNMENT, Hardware
 from f8fx.lacks import lacks, lacks_grouped, not_grouped
 from f8fx.recipe import Recipe
-from f8fx.report import NO_TENSOR_CORES, GemmInfo
+from f8fx.report import NO_TENSOR_CORES, GemmInfo, dtype_name
 from f8fx.torch_private import size_hint, statically_true
 
 from .choice import EMPTY, KEPT_BY_RECIPE, Choice, Convert, Skip
@@ -156,18 +156,17 @@ class Select:
         if self.recipe.gemm(gemm.role) is None:
             return Skip(gemm, KEPT_BY_RECIPE, f"{self.recipe.name}: {gemm.role}")
         if gemm.dtype not in self.recipe.convert_dtypes:
-            name = str(gemm.dtype).removeprefix("torch.")
-            return Skip(gemm, f"{name} matmul", f"recipe {self.recipe.name} converts {self._dtypes()}")
-        read = [str(node.meta["val"].dtype).removeprefix("torch.") for node in operands_of(gemm.node)]
+            dtypes = ", ".join(map(dtype_name, self.recipe.convert_dtypes))
+            return Skip(
+                gemm, f"{dtype_name(gemm.dtype)} matmul", f"recipe {self.recipe.name} converts {dtypes}"
+            )
+        read = [dtype_name(node.meta["val"].dtype) for node in operands_of(gemm.node)]
         if read[0] != read[1]:  # an error, which float8 would hide
             return Skip(gemm, "operands of two dtypes", " and ".join(read))
         for operand in (gemm.left, gemm.right):
             if operand.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-                return Skip(gemm, f"{str(operand.dtype).removeprefix('torch.')} operand")
+                return Skip(gemm, f"{dtype_name(operand.dtype)} operand")
         return None
-
-    def _dtypes(self) -> str:
-        return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.recipe.convert_dtypes)
 
     def _hardware_guard(self, gemm: Gemm) -> Skip | None:
         hardware = self.hardware_of(gemm.device)
@@ -195,8 +194,8 @@ class Select:
         if self.runs and (missing := lacks_grouped(_hardware_of(gemm.device))):
             return Skip(gemm, f"target {hardware.name}: {missing}")
         if gemm.dtype != torch.bfloat16:
-            name = str(gemm.dtype).removeprefix("torch.")
-            return Skip(gemm, f"grouped {name} matmul", "grouped float8 gemms give bfloat16 alone")
+            reason = f"grouped {dtype_name(gemm.dtype)} matmul"
+            return Skip(gemm, reason, "grouped float8 gemms give bfloat16 alone")
         reason, detail = not_grouped(self.recipe, gemm.role)
         if reason:
             return Skip(gemm, reason, detail)

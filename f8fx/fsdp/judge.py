@@ -15,7 +15,7 @@ from f8fx.options import Options
 from f8fx.parts import largest_part
 from f8fx.passes.fqn import without_wrappers
 from f8fx.passes.left import UNEVEN
-from f8fx.report import NO_TENSOR_CORES
+from f8fx.report import NO_TENSOR_CORES, dtype_name
 from f8fx.torch_private import local_part
 
 from .experts import contracted, may_be_experts, why_no_grouped_gemm
@@ -142,7 +142,7 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
         if options.only_fqns and not any(part in fqn for part in options.only_fqns):
             return "filtered"
     if local.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"{str(local.dtype).removeprefix('torch.')} weight"
+        return f"{dtype_name(local.dtype)} weight"
     if not local.is_contiguous():
         return "not contiguous"
     if candidate.is_uneven:
