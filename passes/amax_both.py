@@ -38,6 +38,7 @@ from .columns import column_sums, inputs_of, is_over_rows, side_by_side
 from .elements import SAME_ORDER, flat_base, readers
 from .in_memory import is_in_memory
 from .one_read import ends_in
+from .rewrite import users_between
 from .sizes import is_same_shape, shape_of
 
 aten = torch.ops.aten
@@ -133,7 +134,7 @@ def _sums(source: fx.Node, parts: list[fx.Node], place: fx.Node) -> dict[fx.Node
                 return None  # of all parts together
             if user not in same or user.meta["val"].dtype != tensor.meta["val"].dtype:
                 return None  # of other numbers than are cast
-            if not (part_by_part or is_over_rows(user)) or source in _readers(user, place):
+            if not (part_by_part or is_over_rows(user)) or source in users_between({user}, place):
                 return None
             found[user] = [tensor] if tensor in parts else parts
     return found
@@ -174,7 +175,7 @@ def _others(
         if not candidate.inputs <= match.inputs(shape_of(candidate.source)):
             continue
         # what stands before the kernel and reads this amax moves behind it
-        needed = match.source in _readers(candidate.amax, place)
+        needed = match.source in users_between({candidate.amax}, place)
         if candidate.source < place and not needed and ends_in(candidate.amax, backward):
             taken.append(candidate)
     for candidate in taken:
@@ -211,20 +212,8 @@ def _join(graph: fx.Graph, match: _Match) -> None:
             if total.meta["val"].shape != value.shape:
                 total = add(aten.view.default, (total, [*value.shape]), value, old)
             news[old] = total
-    early = {node for old in [*match.others, *match.sums] for node in _readers(old, both)}
-    for node in sorted(early, reverse=True):
+    for node in reversed(users_between({*match.others, *match.sums}, both)):
         max(news.values()).append(node)
     for old, new in news.items():
         old.replace_all_uses_with(new)
         graph.erase_node(old)
-
-
-def _readers(node: fx.Node, place: fx.Node) -> set[fx.Node]:
-    """All that depends on a node and stands before a place."""
-    todo, seen = [node], set[fx.Node]()
-    while todo:
-        for user in todo.pop().users:
-            if user not in seen and user < place:
-                seen.add(user)
-                todo.append(user)
-    return seen

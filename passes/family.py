@@ -14,6 +14,7 @@ from .choice import Convert
 from .fqn import short_names
 from .gemm import Gemm, Operand
 from .lifetimes import Members, copied_out
+from .rewrite import users_between
 from .sizes import is_same
 from .sums import Sum, sum_of
 
@@ -181,15 +182,3 @@ def _can_wait(members: Sequence[Gemm]) -> bool:
     nodes = {gemm.node for gemm in members}
     dependent = nodes.union(users_between(nodes, max(nodes)))
     return not any(source in dependent for node in nodes for source in node.all_input_nodes)
-
-
-def users_between(nodes: set[fx.Node], last: fx.Node) -> list[fx.Node]:
-    """Everything that depends on the nodes and stands before the node `last`, in graph order."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        for user in todo.pop().users:
-            if user not in found and user not in nodes and user < last:
-                found.add(user)
-                todo.append(user)
-    return sorted(found)

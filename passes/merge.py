@@ -51,11 +51,11 @@ from .backward import backward_nodes
 from .bias import concatenated_biases
 from .choice import Choice, Convert, current, reading
 from .elements import CASTS, SAME_ORDER
-from .family import Apart, Family, gemms, users_between
+from .family import Apart, Family, gemms
 from .gemm import Gemm
 from .lifetimes import Members, parted, partitions, reads_by_strides
 from .merge_worth import Paying, judged, merge_decision, noted
-from .rewrite import Inserter, Provenance
+from .rewrite import Inserter, Provenance, users_between
 from .rounding import as_written
 from .siblings import families
 from .sizes import shape_of

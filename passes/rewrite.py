@@ -7,7 +7,7 @@ checkpointing. So a pass inserts through :class:`Inserter`, or, where it replace
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,18 @@ def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
     for source in sources:
         erase_unused(graph, source)
+
+
+def users_between(nodes: Set[fx.Node], last: fx.Node) -> list[fx.Node]:
+    """Everything that depends on the nodes and stands before the node `last`, in graph order."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user not in nodes and user < last:
+                found.add(user)
+                todo.append(user)
+    return sorted(found)
 
 
 def hoist(node: fx.Node, anchor: fx.Node) -> None:
