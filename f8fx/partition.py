@@ -15,6 +15,7 @@ from torch import fx
 
 from . import ops
 from .passes.halves import ReadsOther, reads
+from .passes.rewrite import one_layout
 from .torch_private import CustomPartitionerFn, min_cut_partition
 
 Save = Literal["lean", "fast"]
@@ -81,10 +82,7 @@ def _erase_unread_layouts(half: fx.GraphModule) -> None:
         if len(read) != 1:
             continue
         ((index, item),) = read.items()
-        layout = {name: both.kwargs[f"{name}_t" if index else name] for name in ("dim", "align")}
-        layout |= {"dtype": both.kwargs["dtype"], "transpose": bool(index)}
-        with half.graph.inserting_before(both):
-            one = half.graph.call_function(ops.quantize, (both.args[0], both.args[1 + index]), layout)
+        one = one_layout(both, index)
         one.meta.update(item.meta)
         item.replace_all_uses_with(one)
         for node in (*both.users, both):

@@ -34,6 +34,7 @@ from .elements import MOVEMENTS, base_of, is_given, readers
 from .in_memory import is_in_memory
 from .marked import IN_BACKWARD
 from .matmuls import FLOAT8_MATMULS
+from .rewrite import one_layout
 
 aten = torch.ops.aten
 
@@ -255,18 +256,7 @@ def _replace_cast(graph: fx.Graph, cast: fx.Node, copy: fx.Node) -> None:
         cast.replace_all_uses_with(copy)
         graph.erase_node(cast)
         return
-    kwargs = cast.kwargs
-    with graph.inserting_before(cast):
-        transposed = graph.call_function(
-            ops.quantize,
-            (cast.args[0], cast.args[2]),
-            {
-                "dtype": kwargs["dtype"],
-                "dim": kwargs["dim_t"],
-                "transpose": True,
-                "align": kwargs["align_t"],
-            },
-        )
+    transposed = one_layout(cast, 1)
     transposed.meta.update({**cast.meta, "val": cast.meta["val"][1]})
     for getter in list(cast.users):
         getter.replace_all_uses_with(transposed if getter.args[1] else copy)

@@ -166,6 +166,22 @@ def hoist(node: fx.Node, anchor: fx.Node) -> None:
     anchor.prepend(node)
 
 
+def one_layout(both: fx.Node, index: int) -> fx.Node:
+    """The ``quantize`` that makes one of the two layouts of a ``quantize_both``, in front of it, without metadata."""
+    dim, align = ("dim_t", "align_t") if index else ("dim", "align")
+    with both.graph.inserting_before(both):
+        return both.graph.call_function(
+            ops.quantize,
+            (both.args[0], both.args[1 + index]),
+            {
+                "dtype": both.kwargs["dtype"],
+                "dim": both.kwargs[dim],
+                "transpose": bool(index),
+                "align": both.kwargs[align],
+            },
+        )
+
+
 def _name(target: Callable[..., Any]) -> str:
     """A short name for a node: ``quantize``, not ``quantize_default_1``."""
     packet = getattr(target, "overloadpacket", target)
