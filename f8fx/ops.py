@@ -316,6 +316,8 @@ materialize = torch.ops.f8fx.materialize.default
 rounded = torch.ops.f8fx.rounded.default
 grouped_mm = torch.ops.f8fx.grouped_mm.default
 
+#: Those that read a tensor to make float8 numbers of it.
+CASTING = frozenset((amax, quantize, quantize_both))
 #: Those that mark a tensor as float8 already. ``power_of_2`` says how the scale was made: it belongs to the
 #: format, and a ``quantize`` folds into a marker of its own format only. ``alternate``: the first copy
 #: may be in memory in the forward only, the second in the backward only.

@@ -44,7 +44,6 @@ copy = aten.copy.default
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 #: Not all movements: those that :func:`_step` and :func:`_reassembled` know.
 _MOVEMENTS = VIEWS | COPIES | {aten.slice.Tensor, aten.split.Tensor, operator.getitem, aten.cat.default}
-_READERS = frozenset((ops.amax, ops.quantize, ops.quantize_both))
 #: Reads no element.
 SIZE = aten.sym_size.int
 
@@ -171,7 +170,7 @@ def _walk(gathered: Gathered, wait: fx.Node, node: fx.Node, steps: tuple[Step, .
     is_gathered = all(step.kind == "copy" for step in steps)
     pieces: Step | None = None
     for user in node.users:
-        if user.target in _READERS and user.args[0] is node and "f8fx" in user.meta:
+        if user.target in ops.CASTING and user.args[0] is node and "f8fx" in user.meta:
             gathered.readers.append(Reader(user, node, wait, steps))
             continue
         if user.target is SIZE:

@@ -42,8 +42,6 @@ from .rewrite import Provenance, insert_behind
 
 aten = torch.ops.aten
 
-#: What reads a tensor to make float8 numbers of it.
-_CASTING = frozenset((ops.amax, ops.quantize, ops.quantize_both, ops.concat))
 _KEEPING = MOVEMENTS | CASTS
 #: What takes an element from another place, and is computed by every kernel that reads its result.
 _MOVING = frozenset(
@@ -127,7 +125,7 @@ def _is_cast_in_other_rows(node: fx.Node) -> bool:
 def _cast_matrices(node: fx.Node) -> Iterator[fx.Node]:
     """The views of a tensor that float8 casts read."""
     for user in node.users:
-        if user.target in _CASTING:
+        if user.target in ops.CASTING or user.target is ops.concat:
             yield node
         elif user.target in SAME_ORDER:
             yield from _cast_matrices(user)

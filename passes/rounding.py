@@ -31,8 +31,6 @@ aten = torch.ops.aten
 
 #: Inductor computes on these as float32, and rounds what it writes to memory.
 COMPUTED_AS_FLOAT32 = (torch.bfloat16, torch.float16)
-#: What reads a tensor to make float8 numbers of it.
-_CASTING = frozenset((ops.amax, ops.quantize, ops.quantize_both))
 
 
 class Rounding:
@@ -41,7 +39,7 @@ class Rounding:
     def __call__(self, graph: fx.Graph) -> None:
         sources: dict[fx.Node, fx.Node] = {}
         for cast in graph.nodes:
-            if cast.target in _CASTING and "f8fx" in cast.meta:
+            if cast.target in ops.CASTING and "f8fx" in cast.meta:
                 for source in _parts(cast.args[0]):
                     sources.setdefault(source, cast)
         for source, cast in sources.items():
@@ -85,6 +83,6 @@ def _is_read_by_others(value: fx.Node) -> bool:
     return any(
         _is_read_by_others(user)
         if is_view(user) or user.target is ops.concat
-        else user.target not in _CASTING and not is_size(user)
+        else user.target not in ops.CASTING and not is_size(user)
         for user in value.users
     )
