@@ -29,6 +29,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
+from .elements import argument
 from .fake import set_value
 from .rewrite import Inserter
 from .sizes import is_same, shape_of
@@ -53,7 +54,7 @@ class Sent(NamedTuple):
 def sent_by(scatter: fx.Node) -> Sent:
     """What a reduce-scatter sends, before it was cut along another dimension than the first."""
     cat: Any = scatter.args[0]
-    if cat.target is not aten.cat.default or _argument(cat, 1, "dim") != 0:
+    if cat.target is not aten.cat.default or argument(cat, 1, "dim", 0) != 0:
         return Sent(cat)
     pieces: list[fx.Node] = cat.args[0]
     first = pieces[0]
@@ -61,11 +62,11 @@ def sent_by(scatter: fx.Node) -> Sent:
         return Sent(cat)
     source: Any = first.args[0]
     if first.target is operator.getitem and source.target is aten.split.Tensor:
-        value, dim = source.args[0], _argument(source, 2, "dim")
+        value, dim = source.args[0], argument(source, 2, "dim", 0)
         wanted: list[Any] = [(source, i) for i in range(len(pieces))]
         step, cut = source.args[1], (source, *pieces, cat)
     elif first.target is aten.slice.Tensor:
-        value, dim = source, _argument(first, 1, "dim")
+        value, dim = source, argument(first, 1, "dim", 0)
         step, cut = first.args[3] if len(first.args) > 3 else None, (*pieces, cat)
         wanted = (
             [(source, dim, i * step, (i + 1) * step) for i in range(len(pieces))] if type(step) is int else []
@@ -75,11 +76,6 @@ def sent_by(scatter: fx.Node) -> Sent:
     equal = type(step) is int and is_same(shape_of(value)[dim], step * len(pieces))
     in_order = [piece.args for piece in pieces] == wanted
     return Sent(value, dim % len(shape_of(value)), cut if equal and in_order else ())
-
-
-def _argument(node: fx.Node, index: int, name: str) -> int:
-    given: Any = node.args[index] if len(node.args) > index else node.kwargs.get(name, 0)
-    return int(given)
 
 
 def reorder(graph: fx.Graph, scatter: fx.Node, gemm: fx.Node, sent: Sent) -> bool:

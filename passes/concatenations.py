@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -32,7 +32,7 @@ from f8fx.torch_private import overwritten_inputs
 
 from .choice import Convert
 from .columns import is_over_rows
-from .elements import VIEWS, base_of, flat_base, is_part_of, readers
+from .elements import VIEWS, argument, base_of, flat_base, is_part_of, readers
 from .in_memory import is_in_memory, part_in_memory
 from .origins import is_gathered
 from .rewrite import Inserter, Provenance
@@ -125,7 +125,7 @@ def _side(cat: fx.Node, matrix: fx.Node, overwritten: Collection[fx.Node]) -> in
     """The dimension in which the parts of a ``cat`` stand side by side in a matrix, if casts can write them so."""
     tensors = _tensors(cat)
     rank = len(shape_of(cat))
-    dim: Any = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    dim = argument(cat, 1, "dim", 0)
     if rank < 2 or not 1 < len(tensors) <= _MOST_PARTS:
         return None
     if not is_same(shape_of(matrix)[-1], shape_of(cat)[-1]):

@@ -120,9 +120,14 @@ def readers_of_memory(
     return found
 
 
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of an operator, given by its position or by its name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
 def amax_dim(amax: fx.Node) -> int | None:
     """The dimension that an ``f8fx.amax`` runs over; ``None``: all."""
-    return amax.args[1] if len(amax.args) > 1 else amax.kwargs.get("dim")  # type: ignore[return-value]
+    return argument(amax, 1, "dim")
 
 
 def input_of(node: fx.Node) -> fx.Node | None:

@@ -14,12 +14,11 @@ Here is only what tells them apart; :mod:`passes.find` collects them, if asked t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 
-from .elements import CASTS, PERMUTES, SAME_ORDER, stays_on_device
+from .elements import CASTS, PERMUTES, SAME_ORDER, argument, stays_on_device
 from .left import GROUPED_DYNAMIC, GROUPED_FORM, GROUPED_GRADIENT
 from .operand import permutation
 from .sizes import is_same_shape, shape_of
@@ -27,7 +26,6 @@ from .sizes import is_same_shape, shape_of
 aten = torch.ops.aten
 
 GROUPED_MM = aten._grouped_mm.default
-_ARGUMENTS = ("self", "mat2", "offs", "bias", "out_dtype")
 _TURNED = [0, 2, 1]
 
 
@@ -36,8 +34,8 @@ def why_no_layer(node: fx.Node) -> str:
     if contracts_rows(node):
         return GROUPED_GRADIENT
     left, right = node.args[:2]
-    dtype = _argument(node, "out_dtype")
-    plain = _argument(node, "bias") is None and dtype in (None, left.meta["val"].dtype)  # type: ignore[union-attr]
+    dtype = argument(node, 4, "out_dtype")
+    plain = argument(node, 3, "bias") is None and dtype in (None, left.meta["val"].dtype)  # type: ignore[union-attr]
     if (len(shape_of(left)), len(shape_of(right))) != (2, 3) or not plain:  # type: ignore[arg-type]
         return GROUPED_FORM
     sizes: tuple = shape_of(right)  # type: ignore[arg-type]
@@ -51,7 +49,7 @@ def contracts_rows(node: fx.Node) -> bool:
 
 def offsets_of(node: fx.Node) -> fx.Node:
     """Where the rows of each expert end."""
-    offsets = _argument(node, "offs")
+    offsets = argument(node, 2, "offs")
     assert isinstance(offsets, fx.Node)
     return offsets
 
@@ -88,8 +86,3 @@ def stacked(node: fx.Node) -> tuple[fx.Node, int] | None:
     if source.target is aten.permute.default and "f8fx" in source.meta:
         return source.args[0], 1  # type: ignore[return-value]
     return source, 2
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    position = _ARGUMENTS.index(name)
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)

@@ -29,7 +29,7 @@ from torch import fx
 from f8fx import ops
 from f8fx.torch_private import c10d
 
-from .elements import CASTS, COPIES, PERMUTES, SAME_ORDER, VIEWS, stays_on_device
+from .elements import CASTS, COPIES, PERMUTES, SAME_ORDER, VIEWS, argument, stays_on_device
 from .operand import permutation
 from .sizes import is_same, is_same_shape, shape_of
 
@@ -235,7 +235,7 @@ def _reassembled(gathered: fx.Node, user: fx.Node, size: int, shard: tuple) -> S
     if user.target is aten.split.Tensor:
         chunk: Any = user.args[1]
         chunk = chunk.meta["val"] if isinstance(chunk, fx.Node) else chunk
-        dim = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
+        dim = argument(user, 2, "dim", 0)
         if dim != 0 or not is_same(chunk, shard[0]):
             return None
         pieces = sorted(user.users, key=lambda n: cast("int", n.args[1]))  # all are `getitem`
@@ -267,7 +267,7 @@ def _joined(head: tuple[fx.Node, ...], pieces: Sequence[fx.Node]) -> Step | None
     cat = users.pop()
     if cat.target is not aten.cat.default or list(cat.args[0]) != list(pieces):  # type: ignore[arg-type]
         return None
-    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    dim = argument(cat, 1, "dim", 0)
     assert isinstance(dim, int)
     rank = len(shape_of(cat))
     return Step("reassemble", (*head, *pieces, cat), dim % rank)
