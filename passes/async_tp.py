@@ -83,7 +83,7 @@ def _hide(graph: fx.Graph, gemm: fx.Node) -> None:
         source: Any = view.args[0]
         if not source.meta["val"].is_contiguous():
             insert = Inserter(graph, view, gemm.meta["f8fx"])
-            source = insert(aten.clone.default, source, memory_format=torch.contiguous_format)
+            source = insert.contiguous(source)
         view.target, view.args = aten._unsafe_view.default, (source, *view.args[1:])
 
 

@@ -155,7 +155,7 @@ def _turned(
     rows, columns = shape_of(matrix)
     node = insert(aten.view.default, matrix, [*apart, columns])
     node = insert(aten.permute.default, node, [1, 0, 2, 3])
-    node = insert(aten.clone.default, node, memory_format=torch.contiguous_format)
+    node = insert.contiguous(node)
     # Inductor's matcher looks through `view`, to the operand in its former order
     node = insert(aten._unsafe_view.default, node, [rows, columns])
     return node if strides is None else insert(aten.as_strided.default, node, [rows, columns], strides)

@@ -201,7 +201,7 @@ def _matrix(insert: Inserter, part: fx.Node) -> fx.Node:
     if len(shape) == 2:
         return part
     if not part.meta["val"].is_contiguous():
-        part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
+        part = insert.contiguous(part)
     return insert(aten.view.default, part, [-1, shape[-1]])
 
 

@@ -132,7 +132,7 @@ def _as_matrix(insert: Inserter, x: fx.Node) -> fx.Node:
     value = x.meta["val"]
     (batch, rows, _), strides = value.shape, value.stride()
     if not (is_same(rows, 1) or is_same(strides[0], rows * strides[1])):
-        x = insert(aten.clone.default, x, memory_format=torch.contiguous_format)
+        x = insert.contiguous(x)
     together = batch * rows if isinstance(batch, int) and isinstance(rows, int) else -1
     return insert(aten.view.default, x, [together, insert.size(x, 2)])
 

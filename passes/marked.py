@@ -71,7 +71,7 @@ def _below_each_other(graph: fx.Graph, node: fx.Node, data: fx.Node, transposed:
     insert = Inserter(graph, node, node.meta["f8fx"])
     if transposed:
         data = _where_it_is_read(insert(aten.permute.default, data, [0, 2, 1]))
-        data = _where_it_is_read(insert(aten.clone.default, data, memory_format=torch.contiguous_format))
+        data = _where_it_is_read(insert.contiguous(data))
     return _where_it_is_read(insert(aten.view.default, data, list(shape_of(node))))
 
 

@@ -214,7 +214,7 @@ class _Rewrite:
                 part = insert_here(aten.add.Tensor, part, node.args[0])
                 part = as_written(insert_here, part)
             elif is_copied:
-                part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
+                part = insert.contiguous(part)
             if is_copied:  # in memory, so that it is saved, and not the product to copy it from again
                 part = (self._before(conversion.gemm) if has_bias else insert)(ops.materialize, part)
             self._replace(node, part)
@@ -284,7 +284,7 @@ class _Rewrite:
             start, end = end, end + int(gemm.m)
             part = insert(aten.slice.Tensor, product, 0, start, end)
             if reads_by_strides(gemm.node):
-                part = insert(aten.clone.default, part, memory_format=torch.contiguous_format)
+                part = insert.contiguous(part)
             self._replace(gemm.node, part)
         for node in waiting:
             if (

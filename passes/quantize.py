@@ -176,7 +176,7 @@ class _GemmRewrite:
             right_scale = insert(aten.view.default, right_scale, [experts, n])
         else:  # one for all
             expanded = insert(aten.expand.default, right_scale, [experts, n])
-            right_scale = insert(aten.clone.default, expanded, memory_format=torch.contiguous_format)
+            right_scale = insert.contiguous(expanded)
         columns = insert(aten.permute.default, matrices, [0, 2, 1])
         operands = left, columns, left_scale, right_scale, offsets_of(gemm.node)
         if gemm.device.type == "cpu":
@@ -190,7 +190,7 @@ class _GemmRewrite:
         if not operand.transposed:
             matrices = insert(aten.permute.default, matrices, [0, 2, 1])
         if not matrices.meta["val"].is_contiguous():
-            matrices = insert(aten.clone.default, matrices, memory_format=torch.contiguous_format)
+            matrices = insert.contiguous(matrices)
         experts, rows, columns = shape_of(matrices)
         return insert(aten.view.default, matrices, [experts * rows, columns])
 
@@ -241,7 +241,7 @@ class _GemmRewrite:
             sizes: list = [1, 1]
             sizes[dim] = insert.size(data, dim)
             expanded = insert(aten.expand.default, insert(aten.view.default, scale, [1, 1]), sizes)
-            return insert(aten.clone.default, expanded, memory_format=torch.contiguous_format)
+            return insert.contiguous(expanded)
         if align > 1:
             missing = _missing(insert, scale, align)
             scale = insert(aten.constant_pad_nd.default, scale, [0, missing], 1.0)
@@ -268,7 +268,7 @@ class _GemmRewrite:
         columns = len(shape_of(right.node)) - (2 if right.transposed else 1)
         end = self.insert.size(right.node, columns)
         sliced = self.insert(aten.slice.Tensor, product, 1, 0, end)
-        return self.insert(aten.clone.default, sliced, memory_format=torch.contiguous_format)
+        return self.insert.contiguous(sliced)
 
     # -- around it
 

@@ -133,7 +133,7 @@ class Rewrite:
         """The shard as a matrix, and the dimension of it that the amax runs over."""
         if order := self._order(copy):
             turned = insert(aten.permute.default, source, order)
-            source = insert(aten.clone.default, turned, memory_format=torch.contiguous_format)
+            source = insert.contiguous(turned)
         shape = shape_of(source)
         if copy.axes is None:
             if len(shape) == 2:

@@ -87,6 +87,10 @@ class Inserter:
         set_value_by_layout(node)
         return node
 
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        """A copy of a node's value whose elements lie in memory in their order."""
+        return self(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+
     def size(self, node: fx.Node, dim: int) -> int | fx.Node:
         """Size ``dim`` of a node: a number, or where it is symbolic a node that computes it."""
         size = node.meta["val"].shape[dim]
