@@ -47,6 +47,9 @@ ROLE_OPERANDS: Mapping[Role, tuple[OperandKind, OperandKind]] = MappingProxyType
     }
 )
 
+#: What tensors are quantized from.
+HIGH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 #: Smallest amax a scale is computed from, so that an all-zero tensor gets a finite scale.
 #: The value is torchao's (``torchao.float8.float8_utils.EPS``).
 EPS = 1e-12
@@ -169,14 +172,13 @@ class Recipe:
             )
         if not isinstance(self.name, str):
             raise ValueError(f"Recipe.name must be a string, got {self.name!r}")
-        legal = (torch.bfloat16, torch.float16, torch.float32)
         if (
             not isinstance(self.convert_dtypes, tuple)
             or not self.convert_dtypes
-            or any(d not in legal for d in self.convert_dtypes)
+            or any(d not in HIGH_DTYPES for d in self.convert_dtypes)
         ):
             raise ValueError(
-                f"Recipe.convert_dtypes must be a tuple of some of {legal}, got {self.convert_dtypes!r}"
+                f"Recipe.convert_dtypes must be a tuple of some of {HIGH_DTYPES}, got {self.convert_dtypes!r}"
             )
 
     def gemm(self, role: Role) -> GemmSpec | None:

@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.recipe import HIGH_DTYPES
 from f8fx.torch_private import c10d, size_hint
 
 from .elements import COPIES, amax_dim
-from .gather import FLOATS, Gathered, Reader, Step, is_padding, shard_axes
+from .gather import Gathered, Reader, Step, is_padding, shard_axes
 from .matmuls import FLOAT8_MATMULS
 from .origins import is_of_gather
 from .rewrite import RECOMPUTED
@@ -128,7 +129,7 @@ def decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move 
 def _decide(gathered: Gathered, rank_in: RankIn, backward: Set[fx.Node]) -> Move:
     quantized = [reader for reader in gathered.readers if reader.node.target is not ops.amax]
     others = ", ".join(sorted({_name(node) for node in gathered.others}))
-    if gathered.shard.meta["val"].dtype not in FLOATS:
+    if gathered.shard.meta["val"].dtype not in HIGH_DTYPES:
         dtype = gathered.shard.meta["val"].dtype
         if dtype.is_floating_point:
             raise _Refused("already float8" if dtype.itemsize == 1 else "not bf16, fp16 or fp32")

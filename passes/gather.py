@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from f8fx import ops
+from f8fx.recipe import HIGH_DTYPES
 from f8fx.torch_private import c10d
 
 from .elements import CASTS, COPIES, PERMUTES, SAME_ORDER, VIEWS, argument, stays_on_device
@@ -41,7 +42,6 @@ all_gather_together = c10d.all_gather_into_tensor_coalesced.default
 wait_tensor = c10d.wait_tensor.default
 copy = aten.copy.default
 
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 #: Not all movements: those that :func:`_step` and :func:`_reassembled` know.
 _MOVEMENTS = VIEWS | COPIES | {aten.slice.Tensor, aten.split.Tensor, operator.getitem, aten.cat.default}
 #: Reads no element.
@@ -208,7 +208,7 @@ def _step(node: fx.Node, user: fx.Node) -> Step | None:
         return Step("pad", (user,))
     if user.target in CASTS and stays_on_device(user):
         dtypes = {node.meta["val"].dtype, user.meta["val"].dtype}
-        return Step("cast", (user,)) if dtypes <= FLOATS else None
+        return Step("cast", (user,)) if dtypes.issubset(HIGH_DTYPES) else None
     return None
 
 

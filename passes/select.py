@@ -20,7 +20,7 @@ from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.hardware import ALIGNMENT, Hardware
 from f8fx.lacks import lacks, lacks_grouped, not_grouped
-from f8fx.recipe import Recipe
+from f8fx.recipe import HIGH_DTYPES, Recipe
 from f8fx.report import NO_TENSOR_CORES, GemmInfo, dtype_name
 from f8fx.torch_private import size_hint, statically_true
 
@@ -164,7 +164,7 @@ class Select:
         if read[0] != read[1]:  # an error, which float8 would hide
             return Skip(gemm, "operands of two dtypes", " and ".join(read))
         for operand in (gemm.left, gemm.right):
-            if operand.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            if operand.dtype not in HIGH_DTYPES:
                 return Skip(gemm, f"{dtype_name(operand.dtype)} operand")
         return None
 

@@ -15,6 +15,7 @@ from f8fx.options import Options
 from f8fx.parts import largest_part
 from f8fx.passes.fqn import without_wrappers
 from f8fx.passes.left import UNEVEN
+from f8fx.recipe import HIGH_DTYPES
 from f8fx.report import NO_TENSOR_CORES, dtype_name
 from f8fx.torch_private import local_part
 
@@ -141,7 +142,7 @@ def _judge(candidate: Candidate, options: Options) -> tuple[Format, ...] | str:
             return "filtered"
         if options.only_fqns and not any(part in fqn for part in options.only_fqns):
             return "filtered"
-    if local.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if local.dtype not in HIGH_DTYPES:
         return f"{dtype_name(local.dtype)} weight"
     if not local.is_contiguous():
         return "not contiguous"

@@ -18,14 +18,13 @@ from torch import fx, nn
 
 from f8fx.kernels.cast import padding
 from f8fx.passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
+from f8fx.recipe import HIGH_DTYPES
 from f8fx.torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
 
 from . import kept
 from .copies import refusal
 from .last_call import LastCall
 from .watch import training_ran
-
-_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 CastsOf = Callable[[WeightInputs], tuple[WeightInputs, bool]]
 
@@ -41,7 +40,7 @@ def candidates(
     """
     found, ranks = [], (2, 3) if experts == "convert" else (2,)
     for position, value in enumerate(example_inputs):
-        if not isinstance(value, nn.Parameter) or value.dim() not in ranks or value.dtype not in _SOURCES:
+        if not isinstance(value, nn.Parameter) or value.dim() not in ranks or value.dtype not in HIGH_DTYPES:
             continue
         if frozen and value.requires_grad:
             continue
