@@ -79,6 +79,11 @@ class Reader:
     steps: tuple[Step, ...]
 
     @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What stands between, in graph order."""
+        return tuple(node for step in self.steps for node in step.nodes)
+
+    @property
     def casts(self) -> tuple[torch.dtype, ...]:
         """The roundings on the way."""
         return tuple(step.result.meta["val"].dtype for step in self.steps if step.kind == "cast")

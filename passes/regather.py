@@ -53,17 +53,8 @@ class Rewrite:
         self.order = [*range(len(shape_of(self.gathered.shard)))]
 
     def run(self) -> list[Reduction]:
-        old = {node for gathered in self.gathered.nodes for node in (gathered, *gathered.users)}
-        for reader in self.gathered.readers:
-            old |= {reader.node, *(node for step in reader.steps for node in step.nodes)}
-            if reader.node.target is ops.quantize_both:
-                old |= {*reader.node.users}
-        into = {cast("fx.Node", node.args[0]) for node in old if node.target is gather.copy}
-        old |= {
-            node for node in into if node.op == "call_function"
-        }  # what the graph makes to be written over
+        old = self._replaced()
         for copy in self.copies:
-            old |= {*copy.scales}
             self._move(copy)
         for node in old & self.now.keys():
             for user in [user for user in node.users if user.target is SIZE]:
@@ -74,6 +65,18 @@ class Rewrite:
                 self.graph.erase_node(node)
                 old.remove(node)
         return self.reductions
+
+    def _replaced(self) -> set[fx.Node]:
+        """What is not needed any more, if nothing else reads it."""
+        old = {node for gathered in self.gathered.nodes for node in (gathered, *gathered.users)}
+        for reader in self.gathered.readers:
+            old |= {reader.node, *reader.nodes}
+            if reader.node.target is ops.quantize_both:
+                old |= {*reader.node.users}
+        # what the graph makes to be written over
+        into = {cast("fx.Node", node.args[0]) for node in old if node.target is gather.copy}
+        old |= {node for node in into if node.op == "call_function"}
+        return old.union(*(copy.scales for copy in self.copies))
 
     # -- on the shard
 
@@ -208,7 +211,7 @@ class Rewrite:
             is_viewed = all(step.kind in ("view", "cast", "copy") for step in reader.steps)
             if not is_viewed or len(shape_of(reader.source)) != 2 or shape_of(reader.source)[1] != shape[-1]:
                 return False
-            passed += [reader.wait, *(node for step in reader.steps for node in step.nodes)]
+            passed += [reader.wait, *reader.nodes]
         has_sizes = any(user.target is SIZE for node in passed for user in node.users)
         return self._order(copy) is None and not has_sizes and all(isinstance(size, int) for size in shape)
 
