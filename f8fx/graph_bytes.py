@@ -35,8 +35,8 @@ def communicated_bytes(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if not is_collective(node) or "wait" in str(node.target):
             continue
-        sent = sum(_nbytes(value) for source in node.all_input_nodes for value in _values(source))
-        total += max(sent, sum(map(_nbytes, _values(node))))
+        sent = sum(nbytes(value) for source in node.all_input_nodes for value in _values(source))
+        total += max(sent, sum(map(nbytes, _values(node))))
     return total
 
 
@@ -46,5 +46,6 @@ def _values(node: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _nbytes(value: Tensor) -> int:
+def nbytes(value: Tensor) -> int:
+    """Of a tensor as it was traced; a size that is known only at run time counts as 0."""
     return math.prod(size_hint(size) or 0 for size in value.shape) * value.dtype.itemsize

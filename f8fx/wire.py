@@ -19,9 +19,10 @@ from typing import Literal
 import torch.distributed as dist
 from torch import fx
 
+from .graph_bytes import nbytes
 from .interconnect import Interconnect
 from .report import dtype_name
-from .torch_private import is_collective, process_group, size_hint, tree_leaves
+from .torch_private import is_collective, process_group, tree_leaves
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
@@ -193,8 +194,7 @@ def calls_of(graph: fx.Graph, backward: bool) -> list[Call]:
         sizes: dict[str, int] = {}
         for sent in tree_leaves(node.args[0]):
             value = sent.meta["val"]
-            size = math.prod(size_hint(size) or 0 for size in value.shape) * value.dtype.itemsize
             dtype = dtype_name(value.dtype)
-            sizes[dtype] = sizes.get(dtype, 0) + size
+            sizes[dtype] = sizes.get(dtype, 0) + nbytes(value)
         found.append(Call(_OPS[name], what, "", backward, len(ranks), sizes, stride))
     return [call for call in found if call.ranks > 1]
