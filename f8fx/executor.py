@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from .partition import Partitioner, Save
-from .torch_private import aot_backend, boxed, decompositions
+from .torch_private import aot_backend, boxed
 
 GraphTransform = Callable[[fx.Graph], None]
 
@@ -57,15 +57,7 @@ def compile_eager(
         apply(graph)
         return run(graph, inputs)
 
-    backend = aot_backend(
-        fw_compiler=run,
-        bw_compiler=run,
-        inference_compiler=infer,
-        partition_fn=partition,
-        decompositions=decompositions(),
-        keep_inference_input_mutations=True,
-    )
-    return backend(gm, example_inputs)
+    return aot_backend(run, infer, partition)(gm, example_inputs)
 
 
 class _Traced(BaseException):
@@ -83,14 +75,7 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], look: GraphTransfor
         _apply(look, graph)
         raise _Traced
 
-    backend = aot_backend(
-        fw_compiler=stop,
-        bw_compiler=stop,
-        inference_compiler=stop,
-        partition_fn=stop,
-        decompositions=decompositions(),
-        keep_inference_input_mutations=True,
-    )
+    backend = aot_backend(stop, stop, stop)
     with contextlib.suppress(_Traced):
         backend(fx.GraphModule(gm, copy.deepcopy(gm.graph)), example_inputs)
 

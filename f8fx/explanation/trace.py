@@ -33,7 +33,6 @@ from f8fx.torch_private import (
     aot_backend,
     boxed,
     cause_of,
-    decompositions,
     fake_tensor_mode,
     flex_attention_with_gradients,
     forget_traced_regions,
@@ -179,15 +178,7 @@ class _Collector:
             as_on_target(gm)
         self.known, self.own = KnownInputs.of(inputs), len(inputs)
         graph, inputs = self._with_copies(gm, inputs)
-        look = aot_backend(
-            fw_compiler=_keep,
-            bw_compiler=_keep,
-            inference_compiler=self._infer,
-            partition_fn=self._partition,
-            decompositions=decompositions(),
-            keep_inference_input_mutations=True,
-        )
-        look(graph, inputs)
+        aot_backend(_keep, self._infer, self._partition)(graph, inputs)
         number = len(self.runs)
         self.runs.append(0)
 

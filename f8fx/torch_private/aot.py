@@ -1,23 +1,15 @@
-"""AOTAutograd: its backend, its partitioner, its decompositions."""
+"""AOTAutograd: its backend and its partitioner."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from .patch import patched_attribute
-
-
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """The decomposition table Inductor traces with."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
-
 
 if TYPE_CHECKING:
 
@@ -113,11 +105,27 @@ def eager_backward_lowering() -> Any:
     return config.patch(force_non_lazy_backward_lowering=True)
 
 
-def aot_backend(**kwargs: Any) -> Callable[..., Any]:
-    """A Dynamo backend made of AOTAutograd with the given compilers and partitioner."""
-    from torch._dynamo.backends.common import aot_autograd
+def aot_backend(
+    compiler: Callable[..., Any], inference_compiler: Callable[..., Any], partitioner: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A Dynamo backend made of AOTAutograd, which traces as for Inductor.
 
-    return aot_autograd(**kwargs)
+    Args:
+        compiler: of forwards and backwards.
+        inference_compiler: of graphs without a backward.
+        partitioner: splits joint graphs.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=inference_compiler,
+        partition_fn=partitioner,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
 
 
 def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
