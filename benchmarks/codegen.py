@@ -27,6 +27,7 @@ from torch import fx
 from f8fx import executor, lowerings
 from f8fx.graph_bytes import saved_bytes
 from f8fx.options import Options
+from f8fx.partition import Partitioner
 from f8fx.torch_private import detect_fake_mode, fake_tensor_mode, live_bytes
 from f8fx.tuning import tuning
 
@@ -108,9 +109,13 @@ def halves(
         # as in Inductor's joint passes: an alias would be one more thing that the partitioner can save
         remove_noop_ops(graph)
 
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        found.extend(halves := Partitioner(parsed.save)(*args, **kwargs))
+        return halves
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         nonlocal saved
-        executor.compile_eager(gm, inputs, transform, lambda *graphs: found.extend(graphs), save=parsed.save)
+        executor.compile_eager(gm, inputs, transform, partition)
         if not found:
             found.append(whole[0])
             return gm.forward

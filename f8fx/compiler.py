@@ -64,9 +64,9 @@ class Compiler:
         self, graph: fx.GraphModule, example_inputs: Sequence[Any], graph_pass: GraphPass | None = None
     ) -> Callable[..., Any]:
         """Compiles a graph with the pass, or, given none, as if f8fx were not there."""
-        save = self.options.save
+        partitioner = Partitioner(self.options.save, self.keep_to_halves)
         if self.options.executor == "eager":
-            return executor.compile_eager(graph, example_inputs, graph_pass, None, save, self.keep_to_halves)
+            return executor.compile_eager(graph, example_inputs, graph_pass, partitioner)
         lowerings.register()
         if graph_pass is None:
             return self.compile_fx(graph, example_inputs, config_patches=dict(self.config))
@@ -74,7 +74,7 @@ class Compiler:
         # as they are: lowering changes them, and Inductor sets them back after the compile
         ours.update({key: getattr(inductor_config(), key) for key in graph_pass.tuning})
         if self.partitions:
-            ours["custom_partitioner_fn"] = Partitioner(save, self.keep_to_halves)
+            ours["custom_partitioner_fn"] = partitioner
         spare = None if has_report(graph_pass.key) else copy_of_graph(graph)
         hits = inductor_cache_hits()
         compiled = self.compile_fx(graph, example_inputs, config_patches={**self.config, **ours})

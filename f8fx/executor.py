@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from .partition import Partitioner, Save
+from .partition import Partitioner
 from .torch_private import aot_backend, boxed
 
 GraphTransform = Callable[[fx.Graph], None]
@@ -25,19 +25,15 @@ def compile_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     transform: GraphTransform | None,
-    on_partition: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
-    save: Save = "lean",
-    keep_to_halves: bool = False,
+    partitioner: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph to eager execution of its (transformed) AOTAutograd graphs.
 
     Args:
         transform: applied to the joint graph, or to the inference graph.
-        on_partition: called with the forward and the backward graph.
-        save, keep_to_halves: see :class:`~f8fx.partition.Partitioner`.
+        partitioner: splits the joint graph; by default a :class:`~f8fx.partition.Partitioner`.
     """
-
-    partitioner = Partitioner(save, keep_to_halves)
+    split = partitioner or Partitioner("lean")
 
     def apply(graph: fx.GraphModule) -> None:
         if transform is not None:
@@ -45,10 +41,7 @@ def compile_eager(
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         apply(joint)
-        halves = partitioner(joint, inputs, **kwargs)
-        if on_partition is not None:
-            on_partition(*halves)
-        return halves
+        return split(joint, inputs, **kwargs)
 
     def run(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         return boxed(graph.forward)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import f8fx
 from f8fx import executor, ops
+from f8fx.partition import Partitioner
 from f8fx.report import GraphReport, recording
 
 bf16 = torch.bfloat16
@@ -67,6 +68,17 @@ def compiled(model: Any, **options: Any) -> Any:
     )
 
 
+def shown(partitioner: Callable[..., Any], look: Callable[..., None]) -> Callable[..., Any]:
+    """A partitioner that shows the forwards and backwards that it gives."""
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        halves = partitioner(*args, **kwargs)
+        look(*halves)
+        return halves
+
+    return partition
+
+
 def joint_graphs(
     fn: Callable[..., Any],
     *args: Any,
@@ -78,7 +90,10 @@ def joint_graphs(
     """Traces `fn` as Inductor would and calls `transform` on its joint (or inference) graph."""
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        executor.compile_eager(gm, inputs, transform, on_partition, save)
+        partitioner: Callable[..., Any] = Partitioner(save)
+        if on_partition is not None:
+            partitioner = shown(partitioner, on_partition)
+        executor.compile_eager(gm, inputs, transform, partitioner)
         return gm.forward  # the rewritten graph is looked at, not run
 
     torch._dynamo.reset()

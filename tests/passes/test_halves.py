@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from f8fx import ops
 from f8fx.executor import compile_eager
 from f8fx.options import Options
+from f8fx.partition import Partitioner
 from f8fx.passes.halves import ANYTHING, HALF, NOTHING, Half, Reads, ReadsOther, mark, reads
-from tests.helpers import bf16, randn
+from tests.helpers import bf16, randn, shown
 
 fp8 = torch.float8_e4m3fn
 ROWWISE = Options.parse({"recipe": "rowwise", "select": "all", "target": "cpu"})
@@ -53,13 +54,9 @@ def split(f, passes=True, keep_to_halves=True, args=None):
     pipeline = ROWWISE.pipeline() if passes else mark
 
     def backend(gm, examples):
-        return compile_eager(
-            gm,
-            examples,
-            pipeline,
-            lambda *parts: halves.extend(part.graph for part in parts),
-            keep_to_halves=keep_to_halves,
-        )
+        partitioner = Partitioner("lean", keep_to_halves)
+        look = shown(partitioner, lambda *parts: halves.extend(part.graph for part in parts))
+        return compile_eager(gm, examples, pipeline, look)
 
     torch._dynamo.reset()
     torch.compile(f, backend=backend)(*(args or inputs()))
