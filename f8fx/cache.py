@@ -13,7 +13,6 @@ kept beside Inductor's cache, under the same key, and what Inductor's keys hold 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from .hardware import of_device
 from .options import Options
 from .passes.parameters import KnownInputs
 from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
-from .records import store_json
+from .records import load_json, store_json
 from .report import GraphReport, dtype_name, log
 from .sources import source_hash
 from .torch_private import CustomGraphPass, group_backends, inductor_cache_dir, place_in_mesh, size_hint
@@ -170,10 +169,7 @@ def load_report(key: CacheKey, recipe: str) -> list[GraphReport]:
 
 
 def _read_report(key: CacheKey) -> list[GraphReport] | None:
-    try:
-        return [GraphReport.from_dict(data) for data in json.loads(_record(key).read_text())]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+    return load_json(_record(key), lambda reports: [*map(GraphReport.from_dict, reports)])
 
 
 def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:
@@ -196,13 +192,13 @@ def load_weights(key: CacheKey, candidates: WeightInputs) -> tuple[WeightInputs,
     """What :func:`store_weights` kept for a graph with these candidates, which are part of the key."""
     if key.uuid is None:
         return None
-    seen: dict[Place, list[CastFormat]] = {}
-    try:
-        data = json.loads(_record(key, "-weights").read_text())
+
+    def parse(data: Any) -> tuple[WeightInputs, bool]:
+        seen: dict[Place, list[CastFormat]] = {}
         for positions, along, dtype, dim, power_of_2, transpose, (rows, columns) in data["casts"]:
             scale = ScaleFormat(getattr(torch, dtype), dim, power_of_2)
             place = Place(tuple(positions), along)
             seen.setdefault(place, []).append(CastFormat(scale, transpose, (rows, columns)))
         return candidates.with_casts(seen), bool(data["training"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+
+    return load_json(_record(key, "-weights"), parse)

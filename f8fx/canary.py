@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import json
 import threading
 import time
 import warnings
@@ -49,7 +48,7 @@ from .canary_cases import Case, cases, data, special
 from .hardware import of_device
 from .kernel_forms import FORMS, TRYING, VERDICTS, Form, Verdict, numbered
 from .lowerings import register
-from .records import store_json
+from .records import load_json, store_json
 from .sources import source_hash
 from .torch_private import (
     compile_fx_module,
@@ -231,13 +230,11 @@ def _path(device: torch.device) -> Path:
 
 
 def _load(device: torch.device) -> Verdict | None:
-    try:
-        found = json.loads(_path(device).read_text())
-        verdict = Verdict(found["device"], found["forms"], tuple(found["failures"]))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    known = all(verdict.forms.get(kind) in forms for kind, forms in FORMS.items())
-    return verdict if known else None
+    def parse(found: Any) -> Verdict | None:
+        known = all(found["forms"].get(kind) in forms for kind, forms in FORMS.items())
+        return Verdict(found["device"], found["forms"], tuple(found["failures"])) if known else None
+
+    return load_json(_path(device), parse)
 
 
 def _store(device: torch.device, verdict: Verdict) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .report import log
+
+T = TypeVar("T")
 
 
 def store_json(path: Path, data: Any) -> None:
@@ -27,3 +30,11 @@ def store_json(path: Path, data: Any) -> None:
             raise
     except OSError as error:
         log.debug("f8fx: could not keep %s: %s", path.name, error)
+
+
+def load_json(path: Path, parse: Callable[[Any], T]) -> T | None:
+    """What ``parse`` makes of a file's data; ``None`` where there is no such file, or another kind of data in it."""
+    try:
+        return parse(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
