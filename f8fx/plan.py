@@ -7,7 +7,7 @@ are converted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .cost import CostModel
@@ -152,14 +152,17 @@ class _Plan:
 
     def _share(self, index: int, leaving: Sequence[int] = ()) -> float:
         """Seconds of a gemm's casts, each divided by the gemms that use it once ``leaving`` are gone."""
-        # among the users is this gemm, which does not leave
-        users = ((item, self.users[item]) for item in self.items[index])
-        return sum(self.seconds[item] / (len(u) - sum(i in u for i in leaving)) for item, u in users)
+        return sum(self.seconds[item] / users for item, users in self._users_left(index, leaving))
 
     def _own(self, index: int, leaving: Sequence[int]) -> float:
         """Seconds of the casts that no gemm but this one needs once ``leaving`` are gone."""
-        users = ((item, self.users[item]) for item in self.items[index])
-        return sum(self.seconds[item] for item, u in users if len(u) - sum(i in u for i in leaving) == 1)
+        return sum(self.seconds[item] for item, users in self._users_left(index, leaving) if users == 1)
+
+    def _users_left(self, index: int, leaving: Sequence[int]) -> Iterator[tuple[Hashable, int]]:
+        """Each cast of a gemm, and how many gemms use it once ``leaving`` are gone: the gemm itself stays."""
+        for item in self.items[index]:
+            users = self.users[item]
+            yield item, len(users) - sum(i in users for i in leaving)
 
     def _gain(self, index: int) -> float:
         """Seconds that a gemm in float8 gains beyond the margin, without its casts."""
