@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ class Communication:
         """Collective, what, dtype, bytes on the wire as it is and with float8."""
         sides = [{(s.op, s.what, s.dtype): s.wire_bytes for s in side} for side in (self.high, self.float8)]
         keys = dict.fromkeys((*sides[0], *sides[1]))
-        order = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+        order = get_args(Op)
         return [
             (*key, sides[0].get(key, 0), sides[1].get(key, 0))
             for key in sorted(keys, key=lambda key: (order.index(key[0]), key[1] == IN_GRAPH))

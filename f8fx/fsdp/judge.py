@@ -88,7 +88,7 @@ class Verdict:
 def judge(
     model: nn.Module, options: Options, split: int = 1, outside: Set[int] = frozenset()
 ) -> list[Verdict]:
-    """Which weights are gathered in float8: what :func:`enable_float8_all_gather` does and `explain` predicts.
+    """Which weights are gathered in float8: what :func:`f8fx.fsdp.enable_float8_all_gather` does and `explain` predicts.
 
     Args:
         split: see :class:`Candidate`; of parameters that are no DTensors.
