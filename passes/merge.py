@@ -207,16 +207,14 @@ class _Rewrite:
             node = conversion.gemm.node
             start, end = end, end + int(conversion.gemm.n)
             part = insert(aten.slice.Tensor, product, 1, start, end)
-            is_copied = node in self.family.copied
-            has_bias = node.target is aten.addmm.default and bias is None
-            if has_bias:
+            is_copied, insert_here = node in self.family.copied, insert
+            if node.target is aten.addmm.default and bias is None:
                 insert_here = self._before(conversion.gemm)
-                part = insert_here(aten.add.Tensor, part, node.args[0])
-                part = as_written(insert_here, part)
+                part = as_written(insert_here, insert_here(aten.add.Tensor, part, node.args[0]))
             elif is_copied:
                 part = insert.contiguous(part)
             if is_copied:  # in memory, so that it is saved, and not the product to copy it from again
-                part = (self._before(conversion.gemm) if has_bias else insert)(ops.materialize, part)
+                part = insert_here(ops.materialize, part)
             self._replace(node, part)
         gemm = replace(
             first,
