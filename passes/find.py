@@ -343,6 +343,8 @@ class _Walk:
         """Why a gradient is left that belongs to no layer."""
         if any(statically_true(size == 0) for size in sizes_of(node)):
             return EMPTY  # the forward of no rows is no matmul
+        if (dtype := node.meta["val"].dtype).is_complex:  # it reads the conjugate of what the forward reads
+            return f"{str(dtype).removeprefix('torch.')} matmul"
         reason = self.no_layers.get(node.meta.get("seq_nr", -1), _NO_FORWARD)
         return self._batched(node) if reason == _NO_FORWARD and node.target is aten.bmm.default else reason
 

@@ -58,6 +58,11 @@ def test_select_all_converts_what_would_lose_and_says_so():
     assert [row.speedup for row in auto.rows] == pytest.approx([row.speedup for row in everything.rows])
 
 
+def test_where_inductor_runs_no_passes_there_is_nothing_to_explain():
+    with pytest.raises(f8fx.OptionError, match="use_joint_graph_passes=False Inductor runs no passes"):
+        f8fx.explain(meta_mlp(), meta_input(4096, 4096), inductor={"use_joint_graph_passes": False})
+
+
 def test_a_filtered_matmul_has_a_time_and_no_prediction():
     e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), filter_fqns=["down"])
     down = [row for row in e.rows if row.fqn == "down"]

@@ -18,7 +18,7 @@ from f8fx.options import OptionError, Options
 from f8fx.partition import Partitioner
 from f8fx.passes import Pipeline, WeightInputs, rowwise_scales_on
 from f8fx.report import Decision
-from f8fx.torch_private import tree_leaves
+from f8fx.torch_private import runs_joint_passes, tree_leaves
 from f8fx.weights.inputs import learned
 
 from .parallelized import Parallelize, parallelized
@@ -68,7 +68,7 @@ def explain(
         options: of the backend, see :class:`f8fx.options.Options`.
 
     Raises:
-        OptionError: for an unknown option, value or target.
+        OptionError: for an unknown option, value or target, and under ``use_joint_graph_passes=False``, with which nothing is converted.
         ValueError: for a world that cannot be, or ``parallelize`` without ranks to split over.
         TypeError: for a world and a model that is no module.
         ExplainError: if the model cannot be copied or traced.
@@ -85,6 +85,10 @@ def explain(
             f"{name} is no option but an argument of the model: those go into kwargs={{{name!r}: ...}}"
         )
     parsed = Options.parse({**options, "target": target})
+    if parsed.executor == "inductor" and not runs_joint_passes(parsed.inductor):
+        raise OptionError(
+            "inductor: with use_joint_graph_passes=False Inductor runs no passes, so nothing would be in float8"
+        )
     if world is not None:
         from f8fx.communication import World
 

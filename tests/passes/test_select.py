@@ -347,6 +347,12 @@ def test_gradients_of_no_layer_stay():
     ]
 
 
+def test_gradients_of_complex_matmuls_say_so():
+    x, w = (torch.randn(32, 32, dtype=torch.complex64, requires_grad=True) for _ in range(2))
+    decisions = untouched(torch.mm, x, w, select="all")
+    assert [d.reason for d in decisions] == ["complex64 matmul"] * 3
+
+
 def test_recipe_without_a_role():
     recipe = f8fx.Recipe("forward only", grad_input=None, grad_weight=None)
     parsed = f8fx.Options.parse({"recipe": recipe, "select": "all"})
