@@ -226,7 +226,7 @@ def _graph_pass(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, config: Mapping[str, Any]
 ) -> GraphPass:
     previous = as_passes(config.get("joint_custom_pre_pass", joint_custom_pre_pass()))
-    key = CacheKey.of(gm, example_inputs, options).after(previous)
+    key = CacheKey.of(gm, example_inputs, options, config).after(previous)
     if replaced := kernel_forms.key(devices_of(example_inputs)):
         key = key.extended(replaced)
     once = ahead.casts_once(config) if compiles_ahead_of_time() else False

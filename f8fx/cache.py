@@ -7,15 +7,17 @@ own. So everything a decision depends on goes into the uuid here: the code of f8
 names, and values of dynamic sizes where the cost model reads them.
 
 A cache hit skips the passes, and with them the record of what was decided. The record is therefore
-kept beside Inductor's cache, under the same key, and what Inductor's keys hold besides: of the graph, and of the machine.
+kept beside Inductor's cache, under the same key, and what Inductor's keys hold besides: of the graph, of its own
+options and AOTAutograd's, under which the graph that the passes saw was made of it, and of the machine.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +30,14 @@ from .passes.reuse import CastFormat, Place, ScaleFormat, WeightInputs
 from .records import load_json, store_json
 from .report import GraphReport, dtype_name, log
 from .sources import source_hash
-from .torch_private import CustomGraphPass, group_backends, inductor_cache_dir, place_in_mesh, size_hint
+from .torch_private import (
+    CustomGraphPass,
+    group_backends,
+    inductor_cache_dir,
+    place_in_mesh,
+    settings,
+    size_hint,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class CacheKey:
 
     Attributes:
         uuid: what the passes' decisions depend on beyond the graph; ``None``: not cacheable.
-        graph: identifies Dynamo's graph and its inputs, and the machine, for the record of decisions.
+        graph: identifies Dynamo's graph and its inputs, what PyTorch's compilers are set to, and the machine, for the
+            record of decisions.
     """
 
     uuid: str | None
@@ -55,8 +65,13 @@ class CacheKey:
         return CacheKey(None, self.graph) if None in names else self.extended(names)
 
     @staticmethod
-    def of(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> CacheKey:
-        """The key of one Dynamo graph under these options."""
+    def of(
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> CacheKey:
+        """The key of one Dynamo graph under these options, with Inductor patched by ``config``."""
         known = KnownInputs.of(example_inputs)
         inputs = [sorted(positions) for positions in (known.parameters, known.held, known.uneven)]
         parts: list[Any] = [source_hash(), options.decision_key(), _module_names(gm), inputs]
@@ -68,7 +83,9 @@ class CacheKey:
         if local:
             parts.append(local)
         machine = [torch.__version__, *map(of_device, devices_of(example_inputs))]
-        graph = _digest([_code(gm), [_metadata(x) for x in example_inputs], _ambient(), machine])
+        graph = _digest(
+            [_code(gm), [_metadata(x) for x in example_inputs], _ambient(), settings(config), machine]
+        )
         if options.filter_fn is None:
             return CacheKey(_digest(parts), graph)
         uuid = getattr(options.filter_fn, "uuid", None)

@@ -371,6 +371,30 @@ def test_the_record_of_decisions_knows_autocast():
     assert record() == plain
 
 
+def test_the_record_of_decisions_knows_what_the_compilers_are_set_to():
+    """Inductor's own passes before ours may change which matmuls there are."""
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    module, x = fx.GraphModule({}, graph), torch.ones(2)
+
+    def record(**patches):
+        return CacheKey.of(module, [x], f8fx.Options.parse({}), patches).graph
+
+    class Pass:
+        def __call__(self, graph):
+            pass
+
+    fused = {"pre_grad_fusion_options": {"batch_linear": {"min_fuse_set_size": 2}}}
+    plain = record()
+    assert record(**fused) != plain
+    with torch._inductor.config.patch(fused):
+        assert record() == record(**fused)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert record() != plain
+    assert record(post_grad_custom_pre_pass=Pass()) == record(post_grad_custom_pre_pass=Pass()) != plain
+    assert record() == plain
+
+
 def test_the_record_of_decisions_knows_the_machine(monkeypatch):
     """A directory may be shared by machines with other GPUs, or kept over an upgrade; what pays there is something else."""
     graph = fx.Graph()

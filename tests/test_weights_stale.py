@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import f8fx
 from f8fx import recording
@@ -244,6 +245,81 @@ def test_an_evaluation_in_the_optimizers_own_hook():
     optimizer.step()
     ((got, want),) = seen
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_an_evaluation_in_a_steps_closure_is_not_kept(requires_grad, casts):
+    """A fused step writes after its closure, and its own post-hook runs before those of all optimizers do."""
+    model, x = Net(), x16()
+    evaluated = model if requires_grad else copy.deepcopy(model).requires_grad_(False)
+    for ours, theirs in zip(evaluated.parameters(), model.parameters(), strict=True):
+        ours.data = theirs.data
+    f8, seen = warm(evaluated, x), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+
+    def closure():
+        optimizer.zero_grad()
+        model(x).float().square().sum().backward()
+        infer(f8, x)
+
+    optimizer.register_step_post_hook(lambda *_: seen.append((infer(f8, x), uncached(evaluated, x))))
+    for _ in range(2):
+        optimizer.step(closure)
+    assert all(torch.equal(*outputs) for outputs in seen) and len(seen) == 2
+    assert not torch.equal(seen[0][0], seen[1][0])
+    for _ in range(2):  # compiled anew, which AOTAutograd looks at the inputs through `.data` for
+        infer(f8, x)
+    casts.clear()
+    infer(f8, x)
+    assert casts == [(16, 32), (16, 64)]  # the inputs alone
+
+
+def test_hooks_neither_come_nor_go_during_a_step(casts):
+    """PyTorch iterates over the hooks of all optimizers while it calls them."""
+    trained, x, kept = Net(), x16(), []
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+
+    @torch.compiler.disable
+    def evaluate(*_):
+        kept.clear()  # the last weights that are watched
+        gc.collect()
+        kept.append(Net())
+        for _ in range(2):
+            assert torch.equal(infer(compiled(kept[0], weights="cached"), x), uncached(kept[0], x))
+
+    hooks = [register_optimizer_step_post_hook(hook) for hook in (evaluate, lambda *_: seen.append(1))]
+    seen: list[int] = []
+    try:
+        for _ in range(3):
+            trained(x).sum().backward()
+            optimizer.step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(seen) == 3
+    f8 = warm(kept[0], x)
+    casts.clear()
+    infer(f8, x)
+    assert casts == [(16, 32), (16, 64)]  # the inputs alone
+
+
+def test_garbage_that_was_watched_may_be_collected_while_an_optimizer_looks_for_its_own(monkeypatch):
+    models, x = [Net() for _ in range(4)], x16()
+    for model in models:
+        warm(model, x)
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    memory_of = weight_watch.memory_of
+
+    def collecting(parameter):
+        del models[1:]  # as the collector would, in the midst of the loop
+        gc.collect()
+        return memory_of(parameter)
+
+    models[0](x).sum().backward()
+    weight_watch.memories_changed()
+    monkeypatch.setattr(weight_watch, "memory_of", collecting)
+    optimizer.step()
+    assert len(models) == 1
 
 
 def test_a_step_that_fails_halfway():

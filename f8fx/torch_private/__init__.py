@@ -23,6 +23,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``tuned_graphs`` | Inductor's options for graphs with certain operators |
 | ``scheduling`` | Inductor's scheduler: kernels that share a launch, and what may be fused |
 | ``combining``, ``live_bytes`` | Inductor's scheduler: which kernels share a launch, and memory |
+| ``optimizers`` | whether an optimizer steps |
 | ``patch`` | attributes replaced for the length of a block |
 """
 
@@ -106,12 +107,14 @@ from .inductor import (
     joint_custom_pre_pass,
     just_in_time,
     runs_joint_passes,
+    settings,
 )
 from .live_bytes import live_bytes
 from .lowering import (
     Lowering,
     Parts,
 )
+from .optimizers import optimizer_step_runs
 from .patch import patched_attribute
 from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function, tuned
 from .scheduling import sums_both_ways
@@ -227,6 +230,7 @@ __all__ = [
     "move_pre_hook_first",
     "multiplies_float8_slowly",
     "opens_autocast",
+    "optimizer_step_runs",
     "outside_of_tracers",
     "overwritten_inputs",
     "own_parameters",
@@ -245,6 +249,7 @@ __all__ = [
     "saved_tensors_are_read",
     "schema_of",
     "set_gather_outputs",
+    "settings",
     "sharded_parameter",
     "size_hint",
     "stands_for_write",

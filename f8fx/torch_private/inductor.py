@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, get_origin
@@ -44,6 +45,18 @@ def differs_from_default(name: str) -> bool:
     """
     config = inductor_config()
     return bool(getattr(config, name) != config._config[name].default)
+
+
+def settings(patches: Mapping[str, Any]) -> str:
+    """What Inductor and AOTAutograd are set to under these options: a text that is the same in another process.
+
+    ``save_config_portable`` is what their own cache keys are made of. It leaves out what changes no code.
+    """
+    from torch._functorch import config as functorch_config
+
+    values = {**inductor_config().save_config_portable(), **patches}
+    text = repr((sorted(values.items()), sorted(functorch_config.save_config_portable().items())))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8fx.torch_private import storage_key, version_counter
+from f8fx.torch_private import optimizer_step_runs, storage_key, version_counter
 
 from .parameter_data import Installation, version_probe, with_version_of
 
@@ -50,7 +50,7 @@ class Watch:
         Args:
             inference: whether a training graph that ran is a sign of change. Not between microbatches.
         """
-        if parameter.is_inference():
+        if parameter.is_inference() or not _SIGNALS.are_there() or _is_stepped():
             return None
         return (
             version_counter(parameter),
@@ -81,7 +81,8 @@ class Watch:
         _next_sign()
         for call in list(LAST_CALLS):
             call.forget()
-        for keeper in self.keepers:
+        # a list: what is made here may have Python collect garbage, and with it another of a keeper's parameters
+        for keeper in list(self.keepers):
             others = {watch for key in keeper.copies if self in key[1] for watch in key[1]} - {self}
             keeper.copies = {key: copies for key, copies in keeper.copies.items() if self not in key[1]}
             for watch in others.difference(*(key[1] for key in keeper.copies)):
@@ -167,15 +168,22 @@ class _Signals:
     """The optimizer hooks and the ``.data`` property; there while any parameter is watched.
 
     The hooks run before a step, which may fail halfway or have a post-hook of its own that evaluates, and after it, since a
-    step may run forwards (``closure``) before it changes weights.
+    step may run forwards (``closure``) before it changes weights. PyTorch iterates over them, so they neither come nor go
+    during a step: until they are there nothing is known of any parameter.
     """
 
     def __init__(self) -> None:
         self.hooks: list[Any] = []
         self.data: Any = None
 
-    def install(self) -> None:
+    def are_there(self) -> bool:
         if not self.hooks:
+            with LOCK:
+                self.install()
+        return bool(self.hooks)
+
+    def install(self) -> None:
+        if not self.hooks and not optimizer_step_runs():
             self.hooks = [
                 register_optimizer_step_pre_hook(_stepped),
                 register_optimizer_step_post_hook(_stepped),
@@ -183,7 +191,7 @@ class _Signals:
             self.data = Installation(_on_read, _on_set)
 
     def uninstall(self) -> None:
-        if self.hooks:
+        if self.hooks and not optimizer_step_runs():
             for hook in self.hooks:
                 hook.remove()
             self.data.remove()
@@ -191,13 +199,25 @@ class _Signals:
 
 
 _SIGNALS = _Signals()
+#: Whether a step has begun and is not known to have ended.
+_STEPPING = False
+
+
+def _is_stepped() -> bool:
+    """Whether an optimizer may be about to write to parameters, perhaps without a trace (fused ones do)."""
+    global _STEPPING
+    if _STEPPING:
+        with LOCK:  # a step that begins now is seen here, or says so after this
+            _STEPPING = optimizer_step_runs()
+    return _STEPPING
 
 
 @torch.compiler.disable
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    global _STEPS
+    global _STEPS, _STEPPING
     with LOCK:
         _STEPS += 1
+        _STEPPING = True
         _next_sign()
         # by memory: a frozen copy of a model may share that of the model in training
         watched = _by_memory()
@@ -217,7 +237,7 @@ def _by_memory() -> dict[int | None, list[Watch]]:
     found = _WATCHED
     if found is None:
         found = {}
-        for watch in WATCHES.values():
+        for watch in list(WATCHES.values()):  # garbage that is collected meanwhile may have been watched
             found.setdefault(memory_of(watch.reference()), []).append(watch)
         found.pop(None, None)
         _WATCHED = found
