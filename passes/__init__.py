@@ -3,7 +3,7 @@
 ======  ==============  ==============================================================================
  order  pass            what it does
 ======  ==============  ==============================================================================
-   0    fold            batches multiplied by one frozen weight become one matmul
+   0    fold            batches multiplied by one frozen weight, and matmuls in parts, become one matmul
    1    find            every matmul, its role, name, sizes and operands            (only looks)
    2    select          convert or skip, with the reason                            (only looks)
    3    merge           matmuls that read one input become one
@@ -225,14 +225,14 @@ class Pipeline:
     ) -> tuple[Found, list[Choice]]:
         """The matmuls, and what becomes of each.
 
-        A batched matmul that was folded and is then not converted stays as it was. Others may have been seen through
-        the one in its place, so all are looked at again.
+        What was folded and is then not converted stays as it was. Others may have been seen through the matmul in its
+        place, so all are looked at again.
         """
         folded = {each.mm: each for each in run("fold", self.fold, graph)}
         left: dict[fx.Node, Skip] = {}
         layers: dict[fx.Node, Gemm] = {}
         while True:
-            done = {*(each.bmm for each in folded.values()), *(left.keys() - layers.keys())}
+            done = {*(each.old for each in folded.values()), *(left.keys() - layers.keys())}
             found = run("find", self.find, graph, done, layers)
             choices = run("select", self.select, found, cached)
             skips = [c for c in choices if isinstance(c, Skip) and c.gemm.node in folded]
@@ -241,15 +241,19 @@ class Pipeline:
             for skip in skips:
                 undone = folded.pop(skip.gemm.node)
                 undone.undo()
-                if isinstance(skip.gemm, Gemm):  # else the batched one has a reason of its own
-                    gemm = replace(skip.gemm, node=undone.bmm)
-                    left[undone.bmm] = replace(skip, gemm=gemm)
-                    if gemm.role == "output":
-                        layers[undone.bmm] = gemm = replace(gemm, layer=undone.bmm)
+                gemm = replace(skip.gemm, node=undone.old)
+                if (
+                    isinstance(gemm, Gemm) or not undone.is_batched
+                ):  # else the batched one has a reason of its own
+                    left[undone.old] = replace(skip, gemm=gemm)
+                if isinstance(gemm, Gemm) and gemm.role == "output":
+                    layers[undone.old] = replace(gemm, layer=undone.old)
         for each in folded.values():
             each.finish()
         found.gemms += layers.values()
-        return found, [*choices, *left.values()]
+        if left:
+            choices = sorted([*choices, *left.values()], key=lambda choice: choice.gemm.node)
+        return found, choices
 
     def rewritten(self, graph: fx.Graph) -> GraphReport:
         """The report on a graph that earlier passes have rewritten: all matmuls stay as they are."""

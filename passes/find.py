@@ -98,10 +98,10 @@ class Find:
         """The matmuls.
 
         Args:
-            done: batched matmuls that are dealt with: another stands in their place (:mod:`passes.fold`), or did and was
-                taken back.
-            layers: batched matmuls of forwards that were seen as one and are left: they are not collected again, but
-                their gradients are known by them.
+            done: batched matmuls, or what has the result of matmuls in parts, that are dealt with: another stands in
+                their place (:mod:`passes.fold`), or did and was taken back.
+            layers: those of forwards that were seen as one and are left: they are not collected again, but their
+                gradients are known by them.
         """
         return _Walk(graph, done, layers, self.leave_activations, self.experts).run()
 
@@ -142,7 +142,8 @@ class _Walk:
             if node.op != "call_function":
                 continue
             if node in self.done:
-                self.batched[node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
+                if node.target is aten.bmm.default:
+                    self.batched[node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
             elif node in self.layers:
                 self._left_layer(self.layers[node])
             elif node.target is GROUPED_MM and self.experts:
@@ -242,7 +243,11 @@ class _Walk:
         return matrices in self.of_parameters.all or input_of(matrices) is not None
 
     def _left_layer(self, gemm: Gemm) -> None:
-        """What the gradient of a batched matmul with one matrix is known by: that matrix."""
+        """What the gradients of a layer that is left are known by: of a batched matmul with one matrix that matrix."""
+        if gemm.node.target is not aten.bmm.default:
+            for operand in (gemm.left, gemm.right):
+                self.known.add(self._trace(operand.node).node, gemm, operand.kind)
+            return
         found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
         assert found is not None
         matrix = self._through_cast(self._trace(found[0]))

@@ -10,14 +10,17 @@ gradient. A float8 cast copies its input anyway, so the reason for the ``bmm`` i
 The matrix is a *weight*: a parameter, or computed from parameters alone; where no parameter is known, a 2-D input of
 the graph. What else is expanded over a batch may be attention, the keys of one head for the queries of all.
 
-Nobody gains by this in high precision. So the ``bmm`` stays in the graph, unused, until it is known which of the
+So do the products and sums that PyTorch makes of matmuls with one row or one column (:mod:`passes.products`).
+
+Nobody gains by this in high precision. So what there was stays in the graph, unused, until it is known which of the
 new matmuls are converted; :meth:`Folded.undo` leaves the graph as it was to the node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -31,6 +34,7 @@ from .elements import SAME_ORDER, VIEWS, input_of, is_part_of
 from .fake import view_of
 from .operand import repeated_matrix
 from .parameters import of_parameters
+from .products import Product, products
 from .rewrite import MARKS, Inserter, Provenance, erase_unused
 from .sizes import is_same, is_same_shape, shape_of
 
@@ -39,26 +43,37 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Folded:
-    """One matmul in place of a batched one.
+    """One matmul in place of a batched one, or of products and sums.
 
     Attributes:
-        bmm: the batched one; nothing reads it.
-        mm: the other.
-        result: what is read instead, of the shape of ``bmm``.
+        old: what had the result; nothing reads it.
+        mm: the matmul.
+        result: what is read instead, of the shape of ``old``.
+        parts: what ``old`` was computed by, if it is no matmul.
     """
 
-    bmm: fx.Node
+    old: fx.Node
     mm: fx.Node
     result: fx.Node
+    parts: tuple[fx.Node, ...] = ()
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether it stands in place of a batched matmul, which *find* knows as well."""
+        return not self.parts
 
     def undo(self) -> None:
-        """The batched matmul is read again, and the other is gone."""
-        self.result.replace_all_uses_with(self.bmm)
-        erase_unused(self.bmm.graph, self.result)
+        """What there was is read again, and the matmul is gone."""
+        self.result.replace_all_uses_with(self.old)
+        erase_unused(self.old.graph, self.result)
 
     def finish(self) -> None:
-        """The batched matmul is gone, and what expanded its weight."""
-        _erase(self.bmm)
+        """What there was is gone, and what expanded its weight."""
+        if self.is_batched:
+            _erase(self.old)
+        for part in self.parts:
+            if not part.users:
+                part.graph.erase_node(part)
 
 
 class Fold:
@@ -66,20 +81,29 @@ class Fold:
 
     def __call__(self, graph: fx.Graph) -> list[Folded]:
         batched = graph.find_nodes(op="call_function", target=aten.bmm.default)
-        if not batched:
-            return []
         walk = _Walk(graph)
-        return [folded for node in batched if (folded := walk.fold(node)) is not None]
+        folded = [walk.fold(node) for node in batched]
+        # one by one: one may read another's result
+        return [*filter(None, folded), *map(walk.joined, products(graph))]
 
 
 class _Walk:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.weights = of_parameters(graph).weights
-        self.backward = backward_nodes(graph)
-        self.overwritten = frozenset(overwritten_inputs(graph))
         # inputs as matrices: layers that read one input, or one gradient, are to be seen to
         self.flat: dict[Hashable, fx.Node] = {}
+
+    @cached_property
+    def weights(self) -> Collection[fx.Node]:
+        return of_parameters(self.graph).weights
+
+    @cached_property
+    def backward(self) -> Collection[fx.Node]:
+        return backward_nodes(self.graph)
+
+    @cached_property
+    def overwritten(self) -> Collection[fx.Node]:
+        return frozenset(overwritten_inputs(self.graph))
 
     def fold(self, bmm: fx.Node) -> Folded | None:
         x, expanded = bmm.args
@@ -90,8 +114,7 @@ class _Walk:
         weight, transposed = found
         if is_part_of(weight, self.overwritten):
             return None  # the copies of it are what keeps its values for the backward
-        role: Role = "grad_input" if bmm in self.backward else "output"
-        insert = Inserter(self.graph, bmm, Provenance(bmm.name, fqn.of_node(bmm), role, "fold"))
+        insert = self._inserter(bmm)
         batch = _unexpanded(x)
         key = (batch, *(bmm.meta.get(mark) for mark in MARKS))
         if key not in self.flat:
@@ -107,6 +130,18 @@ class _Walk:
         result = insert(aten.view.default, mm, sizes)
         bmm.replace_all_uses_with(result)
         return Folded(bmm, mm, result)
+
+    def joined(self, product: Product) -> Folded:
+        """The matmul that is in parts."""
+        old = product.result
+        mm = self._inserter(old)(aten.mm.default, product.left, product.right)
+        mm.meta["val"] = old.meta["val"]  # for what shares its memory
+        old.replace_all_uses_with(mm)
+        return Folded(old, mm, mm, product.parts)
+
+    def _inserter(self, anchor: fx.Node) -> Inserter:
+        role: Role = "grad_input" if anchor in self.backward else "output"
+        return Inserter(self.graph, anchor, Provenance(anchor.name, fqn.of_node(anchor), role, "fold"))
 
     def _is_weight(self, matrix: fx.Node) -> bool:
         if self.weights:
