@@ -149,6 +149,19 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         workaround="None needed for f8fx, which clamps before it casts; clamp in your own code.",
     ),
     KnownIssue(
+        title="Inductor's C++ code stores more bytes of a transposed float8 vector than it has",
+        link="",
+        # Tried with GCC 12: -O0 in 2.13 and 2.15 does, no other build; nor 2.11, whose loops are half as wide.
+        torch=Versions(since="2.12"),
+        where="cpu",
+        effect=(
+            "With AVX-512 the code shifts by more bits than a number has, which GCC makes right with optimisation. "
+            "Without (aot_inductor.debug_compile), transposed copies are garbage, and so are gradients; other compilers "
+            "were not tried."
+        ),
+        workaround='Leave optimisation on, or set options={"inductor": {"cpp.simdlen": 0}}.',
+    ),
+    KnownIssue(
         title="gloo rejects float8 tensors in every collective",
         link="https://github.com/pytorch/pytorch/pull/126556",
         torch=Versions(),
