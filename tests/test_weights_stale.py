@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import f8fx
@@ -247,20 +247,26 @@ def test_an_evaluation_in_the_optimizers_own_hook():
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_an_evaluation_in_a_steps_closure_is_not_kept(requires_grad, casts):
+@pytest.mark.parametrize(
+    ("requires_grad", "first"), [(True, "before"), (False, "before"), (True, "in a step")]
+)
+def test_an_evaluation_in_a_steps_closure_is_not_kept(requires_grad, first, casts):
     """A fused step writes after its closure, and its own post-hook runs before those of all optimizers do."""
     model, x = Net(), x16()
     evaluated = model if requires_grad else copy.deepcopy(model).requires_grad_(False)
     for ours, theirs in zip(evaluated.parameters(), model.parameters(), strict=True):
         ours.data = theirs.data
-    f8, seen = warm(evaluated, x), []
+    f8 = compiled(evaluated, weights="cached")
+    seen: list[tuple[Tensor, Tensor]] = []
+    if first == "before":
+        f8 = warm(evaluated, x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
 
     def closure():
         optimizer.zero_grad()
         model(x).float().square().sum().backward()
-        infer(f8, x)
+        for _ in range(2):
+            infer(f8, x)
 
     optimizer.register_step_post_hook(lambda *_: seen.append((infer(f8, x), uncached(evaluated, x))))
     for _ in range(2):
@@ -274,7 +280,24 @@ def test_an_evaluation_in_a_steps_closure_is_not_kept(requires_grad, casts):
     assert casts == [(16, 32), (16, 64)]  # the inputs alone
 
 
-def test_hooks_neither_come_nor_go_during_a_step(casts):
+def test_frozen_weights_are_kept_where_a_trainer_runs_the_step_in_a_closure(casts):
+    """As Lightning does; of a model with adapters, say."""
+    model, x = Net().requires_grad_(False), x16()
+    adapter = nn.Parameter(torch.ones(32, dtype=bf16))
+    optimizer = torch.optim.AdamW([adapter], lr=0.1, fused=True)
+    f8 = compiled(lambda x: model(x) * adapter, weights="cached")
+
+    def closure():
+        optimizer.zero_grad()
+        f8(x).float().sum().backward()
+
+    for _ in range(3):
+        casts.clear()
+        optimizer.step(closure)
+    assert casts == [(16, 32), (16, 64)]  # the inputs alone
+
+
+def test_hooks_neither_come_nor_go_while_hooks_run(casts):
     """PyTorch iterates over the hooks of all optimizers while it calls them."""
     trained, x, kept = Net(), x16(), []
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)

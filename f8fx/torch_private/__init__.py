@@ -23,7 +23,7 @@ with a leading underscore from torch, or a module under ``torch._inductor``, ``t
 | ``tuned_graphs`` | Inductor's options for graphs with certain operators |
 | ``scheduling`` | Inductor's scheduler: kernels that share a launch, and what may be fused |
 | ``combining``, ``live_bytes`` | Inductor's scheduler: which kernels share a launch, and memory |
-| ``optimizers`` | whether an optimizer steps |
+| ``optimizers`` | where in an optimizer's step a program is |
 | ``patch`` | attributes replaced for the length of a block |
 """
 
@@ -114,7 +114,7 @@ from .lowering import (
     Lowering,
     Parts,
 )
-from .optimizers import optimizer_step_runs
+from .optimizers import optimizer_hooks_run, optimizer_step_runs
 from .patch import patched_attribute
 from .pointwise import EXPRESSION_IMPORTS, Expressions, expressions, jit_function, tuned
 from .scheduling import sums_both_ways
@@ -230,6 +230,7 @@ __all__ = [
     "move_pre_hook_first",
     "multiplies_float8_slowly",
     "opens_autocast",
+    "optimizer_hooks_run",
     "optimizer_step_runs",
     "outside_of_tracers",
     "overwritten_inputs",

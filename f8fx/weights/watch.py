@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8fx.torch_private import optimizer_step_runs, storage_key, version_counter
+from f8fx.torch_private import optimizer_hooks_run, optimizer_step_runs, storage_key, version_counter
 
 from .parameter_data import Installation, version_probe, with_version_of
 
@@ -50,7 +50,7 @@ class Watch:
         Args:
             inference: whether a training graph that ran is a sign of change. Not between microbatches.
         """
-        if parameter.is_inference() or not _SIGNALS.are_there() or _is_stepped():
+        if parameter.is_inference() or not _SIGNALS.are_there() or _is_stepped(parameter):
             return None
         return (
             version_counter(parameter),
@@ -168,8 +168,8 @@ class _Signals:
     """The optimizer hooks and the ``.data`` property; there while any parameter is watched.
 
     The hooks run before a step, which may fail halfway or have a post-hook of its own that evaluates, and after it, since a
-    step may run forwards (``closure``) before it changes weights. PyTorch iterates over them, so they neither come nor go
-    during a step: until they are there nothing is known of any parameter.
+    step may run forwards (``closure``) before it changes weights. PyTorch iterates over hooks while it calls them, so these
+    neither come nor go in another one: until they are there nothing is known of any parameter.
     """
 
     def __init__(self) -> None:
@@ -183,15 +183,17 @@ class _Signals:
         return bool(self.hooks)
 
     def install(self) -> None:
-        if not self.hooks and not optimizer_step_runs():
+        if not self.hooks and not optimizer_hooks_run():
             self.hooks = [
                 register_optimizer_step_pre_hook(_stepped),
                 register_optimizer_step_post_hook(_stepped),
             ]
             self.data = Installation(_on_read, _on_set)
+            if optimizer_step_runs():
+                _STEPPED.add(None)  # of which the first of the hooks has not been called
 
     def uninstall(self) -> None:
-        if self.hooks and not optimizer_step_runs():
+        if self.hooks and not optimizer_hooks_run():
             for hook in self.hooks:
                 hook.remove()
             self.data.remove()
@@ -199,32 +201,38 @@ class _Signals:
 
 
 _SIGNALS = _Signals()
-#: Whether a step has begun and is not known to have ended.
-_STEPPING = False
+#: The memory of what optimizers write to whose steps have begun and are not known to have ended.
+_STEPPED: set[int | None] = set()
 
 
-def _is_stepped() -> bool:
-    """Whether an optimizer may be about to write to parameters, perhaps without a trace (fused ones do)."""
-    global _STEPPING
-    if _STEPPING:
-        with LOCK:  # a step that begins now is seen here, or says so after this
-            _STEPPING = optimizer_step_runs()
-    return _STEPPING
+def _is_stepped(parameter: Tensor) -> bool:
+    """Whether an optimizer may be about to write to a parameter, perhaps without a trace (fused ones do).
+
+    A frozen one may share the memory of another. What does not is kept: there are trainers that run all of a training
+    step in the optimizer's closure.
+    """
+    if not _STEPPED or not (parameter.requires_grad or memory_of(parameter) in _STEPPED):
+        return False
+    with LOCK:  # a step that begins now is seen here, or says so after this
+        if not optimizer_step_runs():
+            _STEPPED.clear()
+    return bool(_STEPPED)
 
 
 @torch.compiler.disable
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    global _STEPS, _STEPPING
+    global _STEPS
     with LOCK:
         _STEPS += 1
-        _STEPPING = True
         _next_sign()
         # by memory: a frozen copy of a model may share that of the model in training
         watched = _by_memory()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad or parameter.grad is not None:  # else no optimizer writes to it
-                for watch in watched.get(memory_of(parameter), ()):
+                memory = memory_of(parameter)
+                _STEPPED.add(memory)
+                for watch in watched.get(memory, ()):
                     watch.changed()
 
 
