@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.distributed.pipelining import (
 )
 
 from f8fx import recording
+from f8fx.torch_private.versions import release
 from tests.distributed.harness import run_checks
 from tests.distributed.models import assert_same
 from tests.helpers import Block, bf16, compiled, randn
@@ -89,4 +91,9 @@ def zero_bubble():
 
 
 def test_two_ranks():
-    run_checks(2, [two_stages_a_rank, zero_bubble, *with_long((), one_stage_a_rank)])
+    run_checks(2, [two_stages_a_rank, *with_long((), one_stage_a_rank)])
+
+
+@pytest.mark.skipif(release() < (2, 13), reason="this torch splits no backward of compiled code")
+def test_a_backward_in_two_parts():
+    run_checks(2, [zero_bubble])
