@@ -242,9 +242,8 @@ class Pipeline:
                 undone = folded.pop(skip.gemm.node)
                 undone.undo()
                 gemm = replace(skip.gemm, node=undone.old)
-                if (
-                    isinstance(gemm, Gemm) or not undone.is_batched
-                ):  # else the batched one has a reason of its own
+                # a batched one may have a reason of its own
+                if isinstance(gemm, Gemm) or not undone.is_batched:
                     left[undone.old] = replace(skip, gemm=gemm)
                 if isinstance(gemm, Gemm) and gemm.role == "output":
                     layers[undone.old] = replace(gemm, layer=undone.old)

@@ -32,6 +32,7 @@ import torch
 from torch import fx
 
 from f8fx.recipe import OperandKind, Role
+from f8fx.report import dtype_name
 from f8fx.torch_private import overwritten_inputs, statically_true
 
 from . import fqn
@@ -349,7 +350,7 @@ class _Walk:
         if any(statically_true(size == 0) for size in sizes_of(node)):
             return EMPTY  # the forward of no rows is no matmul
         if (dtype := node.meta["val"].dtype).is_complex:  # it reads the conjugate of what the forward reads
-            return f"{str(dtype).removeprefix('torch.')} matmul"
+            return f"{dtype_name(dtype)} matmul"
         reason = self.no_layers.get(node.meta.get("seq_nr", -1), _NO_FORWARD)
         return self._batched(node) if reason == _NO_FORWARD and node.target is aten.bmm.default else reason
 
