@@ -10,7 +10,7 @@ gradient. A float8 cast copies its input anyway, so the reason for the ``bmm`` i
 The matrix is a *weight*: a parameter, or computed from parameters alone; where no parameter is known, a 2-D input of
 the graph. What else is expanded over a batch may be attention, the keys of one head for the queries of all.
 
-So do the products and sums that PyTorch makes of matmuls with one row or one column (:mod:`passes.products`).
+Products and sums that PyTorch has made of matmuls with one row or one column (:mod:`passes.products`) become matmuls too.
 
 Nobody gains by this in high precision. So what there was stays in the graph, unused, until it is known which of the
 new matmuls are converted; :meth:`Folded.undo` leaves the graph as it was to the node.
@@ -77,7 +77,7 @@ class Folded:
 
 
 class Fold:
-    """Puts matmuls in place of batched ones, in place."""
+    """Puts matmuls in place of batched ones, and of products and sums, in place."""
 
     def __call__(self, graph: fx.Graph) -> list[Folded]:
         batched = graph.find_nodes(op="call_function", target=aten.bmm.default)
