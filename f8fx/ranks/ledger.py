@@ -19,7 +19,6 @@ collective. A store read is a round trip to the rendezvous host; a decision need
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from abc import ABC, abstractmethod
@@ -28,7 +27,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from f8fx.torch_private import group_timeout, process_store, process_store_read
+from f8fx.torch_private import group_timeout, process_store
+
+from .histories import Histories, History
 
 #: How long a rank waits for the others to decide where the process group does not say.
 TIMEOUT = timedelta(minutes=10)
@@ -95,6 +96,10 @@ def _key(matter: Matter) -> Any:
     return None if found is None else (found[1], matter.ranks, matter.about)
 
 
+def _histories(matter: Matter, store: Any, rank: int) -> Histories:
+    return Histories.of([matter.ranks, matter.about], store, rank)
+
+
 def agree(matter: Matter) -> None:
     """Returns once all ranks have decided alike.
 
@@ -103,9 +108,10 @@ def agree(matter: Matter) -> None:
     """
     if (found := process_store()) is None:
         return
-    first = _agree(matter, *found)
+    decision = _Decision.of(matter, *found)
+    decision.settle()
     known = _AGREED.setdefault(_key(matter), [])
-    if first:  # with other processes than before
+    if not decision.before.agreed:  # with other processes than before
         known.clear()
     if matter.decided not in known:
         known.append(matter.decided)
@@ -119,147 +125,132 @@ def stand_aside(matter: Matter) -> None:
     """
     if (found := process_store()) is None:
         return
-    ledger = _Ledger.of(matter, *found)
-    rank = ledger.rank
-    before = ledger.decided([rank])[rank]
-    ledger.decide(replace(before, asides=before.asides + 1))
-    history = ledger.decided([other for other in matter.ranks if other != rank])
+    histories = _histories(matter, *found)
+    rank = histories.rank
+    before = histories.decided([rank])[rank]
+    histories.decide(replace(before, asides=before.asides + 1))
+    others = histories.decided([other for other in matter.ranks if other != rank])
     # who has stood aside more often has decided at a later place
-    if any(len(o.agreed) > len(before.agreed) and o.asides <= before.asides for o in history.values()):
+    if any(len(o.agreed) > len(before.agreed) and o.asides <= before.asides for o in others.values()):
         raise RankDisagreement(matter.aside(str(rank)))
 
 
-def _agree(matter: Matter, store: Any, rank: int) -> bool:
-    """:func:`agree`; whether it is this rank's first decision in the matter."""
-    timeout = group_timeout(matter.group) or TIMEOUT
-    ledger = _Ledger.of(matter, store, rank)
-    history = ledger.decided([*{*matter.ranks, rank}])
-    before, mine = history.pop(rank), ledger.write(matter.decided)
-    everybody = [before, *history.values()]
-    agreed = all(mine in decisions.agreed for decisions in everybody)
-    anew = not agreed and all(decisions.agreed for decisions in everybody)
+@dataclass(frozen=True)
+class _Decision:
+    """A decision of this rank, and what had been decided when it was made.
 
-    def is_behind(decisions: _History) -> bool:
+    Attributes:
+        digest: of what this rank has decided.
+        before: what it had decided earlier.
+        others: what the others had.
+        timeout: of the process group.
+    """
+
+    matter: Matter
+    histories: Histories
+    digest: str
+    before: History
+    others: dict[int, History]
+    timeout: timedelta
+
+    @staticmethod
+    def of(matter: Matter, store: Any, rank: int) -> _Decision:
+        histories = _histories(matter, store, rank)
+        others = histories.decided([*{*matter.ranks, rank}])
+        before, digest = others.pop(rank), histories.write(matter.decided)
+        return _Decision(matter, histories, digest, before, others, group_timeout(matter.group) or TIMEOUT)
+
+    @property
+    def _everybody(self) -> list[History]:
+        return [self.before, *self.others.values()]
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether all ranks have decided so before."""
+        return all(self.digest in history.agreed for history in self._everybody)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether all have decided before, but not all of them so."""
+        return not self._is_known and all(history.agreed for history in self._everybody)
+
+    def settle(self) -> None:
+        """Compares with the others, and waits for those who must decide now, too.
+
+        Raises:
+            RankDisagreement: see :func:`agree`.
+        """
+        self._compare(self.others)
+        alone = min(ALONE, self.timeout)
+        if all({*history.agreed} == {self.digest} for history in self._everybody):
+            self.histories.decide(self.before.repeated(self.digest))
+        elif any(map(self._is_ahead, self.others.values())):
+            self.histories.decide(self.before.repeated(self.digest))
+            self._wait(alone, self._is_ahead)
+        elif self._is_known:
+            self.histories.decide(self.before.then(self.digest))
+            if self._wait(alone, self._has_decided):  # so that the next decision of all counts as one
+                self.histories.decide(self.before.repeated(self.digest))
+        else:
+            limit = min(ANEW, self.timeout / 2) if self._is_new else self.timeout
+            self.histories.decide(self.before.then(self.digest))
+            if absent := self._wait(limit, self._has_decided):
+                self.histories.decide(self.before)
+                raise RankDisagreement(self._left_alone(absent, limit.total_seconds()))
+
+    def _is_ahead(self, other: History) -> bool:
         """Whether this rank makes again what the other one made again some time ago."""
-        return agreed and decisions.repetitions.count(mine) > before.repetitions.count(mine)
+        return self._is_known and other.repetitions.count(self.digest) > self.before.repetitions.count(
+            self.digest
+        )
 
-    def compare(published: dict[int, _History]) -> None:
-        for other, decisions in published.items():
-            theirs = decisions.agreed[len(before.agreed) :][:1]
-            if theirs and theirs != (mine,) and not is_behind(decisions):
-                ledger.decide(before.then(mine))  # the other one waits for it
-                raise RankDisagreement(
-                    matter.differs(*_difference(rank, matter.decided, other, ledger.read(other, theirs[0])))
-                )
+    def _has_decided(self, other: History) -> bool:
+        """Whether the other one has made as many decisions as this rank with this one."""
+        return len(other.agreed) > len(self.before.agreed)
 
-    def wait(limit: timedelta, is_done: Callable[[_History], bool]) -> list[int]:
+    def _compare(self, published: dict[int, History]) -> None:
+        for other, history in published.items():
+            theirs = history.agreed[len(self.before.agreed) :][:1]
+            if theirs and theirs != (self.digest,) and not self._is_ahead(history):
+                self.histories.decide(self.before.then(self.digest))  # the other one waits for it
+                raise RankDisagreement(self.matter.differs(*self._difference(other, theirs[0])))
+
+    def _wait(self, limit: timedelta, is_done: Callable[[History], bool]) -> list[int]:
         """Those who have not done so in time."""
-        waiting, start, pause = list(history), time.monotonic(), _POLL_SECONDS[0]
+        waiting, start, pause = list(self.others), time.monotonic(), _POLL_SECONDS[0]
         while True:
-            published = ledger.decided(waiting)
-            compare(published)
+            published = self.histories.decided(waiting)
+            self._compare(published)
             waiting = [other for other in waiting if not is_done(published[other])]
             waited = time.monotonic() - start
-            asides = {o: count for o in waiting if (count := published[o].asides) > before.asides}
-            if asides and not agreed and waited >= min(ALONE, limit).total_seconds():
-                ledger.decide(replace(before, asides=max(asides.values())))  # the next decision of all is one
-                raise RankDisagreement(matter.aside(", ".join(map(str, asides))))
+            if waited >= min(ALONE, limit).total_seconds():
+                self._refuse_aside({other: published[other].asides for other in waiting})
             if not waiting or waited >= limit.total_seconds():
                 return waiting
             time.sleep(min(pause, limit.total_seconds() - waited))
             pause = min(2 * pause, _POLL_SECONDS[1])
 
-    compare(history)
-    if all({*decisions.agreed} == {mine} for decisions in everybody):
-        ledger.decide(before.repeated(mine))
-        return False
-    if any(is_behind(decisions) for decisions in history.values()):
-        ledger.decide(before.repeated(mine))
-        wait(min(ALONE, timeout), is_behind)
-        return False
-    limit = min(ALONE, timeout) if agreed else min(ANEW, timeout / 2) if anew else timeout
-    ledger.decide(before.then(mine))
-    waiting = wait(limit, lambda decisions: len(decisions.agreed) > len(before.agreed))
-    if not waiting:
-        return not before.agreed
-    # so that the next decision of all counts as one
-    ledger.decide(before.repeated(mine) if agreed else before)
-    if agreed:
-        return False
-    others, seconds = ", ".join(map(str, waiting)), limit.total_seconds()
-    if not anew:
-        raise RankDisagreement(matter.missing(rank, others, seconds))
-    earlier = ledger.read(waiting[0], ledger.decided(waiting)[waiting[0]].agreed[-1])
-    difference = _difference(rank, matter.decided, waiting[0], earlier)
-    raise RankDisagreement(matter.alone(rank, others, seconds, *difference))
+    def _refuse_aside(self, asides: dict[int, int]) -> None:
+        """An error if one of those who are waited for has said that it decides nothing here."""
+        aside = {other: count for other, count in asides.items() if count > self.before.asides}
+        if aside and not self._is_known:
+            self.histories.decide(
+                replace(self.before, asides=max(aside.values()))
+            )  # the next decision of all is one
+            raise RankDisagreement(self.matter.aside(", ".join(map(str, aside))))
 
+    def _left_alone(self, absent: Sequence[int], seconds: float) -> str:
+        rank, others = self.histories.rank, ", ".join(map(str, absent))
+        if not self._is_new:
+            return self.matter.missing(rank, others, seconds)
+        earlier = self.histories.decided(absent)[absent[0]].agreed[-1]
+        return self.matter.alone(rank, others, seconds, *self._difference(absent[0], earlier))
 
-@dataclass(frozen=True)
-class _History:
-    """What a rank has decided in one matter, in order, by digest.
-
-    Attributes:
-        agreed: with the others.
-        repetitions: of what all had agreed on, by itself.
-        asides: how often it has decided nothing.
-    """
-
-    agreed: tuple[str, ...] = ()
-    repetitions: tuple[str, ...] = ()
-    asides: int = 0
-
-    @staticmethod
-    def read(text: str) -> _History:
-        if not text:
-            return _History()
-        agreed, repetitions, asides = text.split("|")
-        return _History(tuple(agreed.split()), tuple(repetitions.split()), int(asides))
-
-    def written(self) -> str:
-        return f"{' '.join(self.agreed)}|{' '.join(self.repetitions)}|{self.asides}"
-
-    def then(self, digest: str) -> _History:
-        return replace(self, agreed=(*self.agreed, digest))
-
-    def repeated(self, digest: str) -> _History:
-        return replace(self, repetitions=(*self.repetitions, digest))
-
-
-@dataclass(frozen=True)
-class _Ledger:
-    """The histories of ranks in the store, ``agreed|repetitions|asides``."""
-
-    store: Any
-    prefix: str
-    rank: int
-
-    @staticmethod
-    def of(matter: Matter, store: Any, rank: int) -> _Ledger:
-        return _Ledger(store, f"f8fx/{_digest([matter.ranks, matter.about])}", rank)
-
-    def decided(self, ranks: Sequence[int]) -> dict[int, _History]:
-        texts = process_store_read(self.store, [f"{self.prefix}/{other}" for other in ranks])
-        return {rank: _History.read(text) for rank, text in zip(ranks, texts, strict=True)}
-
-    def decide(self, history: _History) -> None:
-        self.store.set(f"{self.prefix}/{self.rank}", history.written())
-
-    def write(self, decided: Sequence[str]) -> str:
-        """A decision in full, before an entry points to it; its digest."""
-        digest = _digest(decided)
-        self.store.set(f"{self.prefix}/{self.rank}/{digest}", "\n".join(decided))
-        return digest
-
-    def read(self, other: int, digest: str) -> list[str]:
-        return process_store_read(self.store, [f"{self.prefix}/{other}/{digest}"])[0].split("\n")
-
-
-def _digest(parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _difference(rank: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> tuple[int, str]:
-    return first_difference(f"on rank {rank}", mine, f"on rank {other}", theirs)
+    def _difference(self, other: int, theirs: str) -> tuple[int, str]:
+        decided = self.histories.read(other, theirs)
+        return first_difference(
+            f"on rank {self.histories.rank}", self.matter.decided, f"on rank {other}", decided
+        )
 
 
 def first_difference(here: str, mine: Sequence[str], there: str, theirs: Sequence[str]) -> tuple[int, str]:
