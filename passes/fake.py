@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from f8fx.torch_private import detect_fake_mode, fake_like, is_fake, schema_of
+from f8fx.torch_private import detect_fake_mode, fake_like, fake_view, is_fake, schema_of, storage_key
 
 
 def set_value(node: fx.Node) -> None:
@@ -45,10 +45,17 @@ class _Layout(NamedTuple):
     device: torch.device
 
 
-#: (operator, arguments with tensors as layouts) -> layout of the result. Bounded: a model has few
-#: different layers, but a process may compile many models.
-_LAYOUTS: dict[Hashable, _Layout] = {}
-_LAYOUTS_KEPT = 10_000
+class _Result(NamedTuple):
+    """What an operator gives: a new tensor, or a view that begins at ``offset`` in its input's memory."""
+
+    layout: _Layout
+    offset: int | None = None
+
+
+#: (operator, arguments with tensors as layouts) -> its result. Bounded: a model has few different layers, but a
+#: process may compile many models.
+_RESULTS: dict[Hashable, _Result] = {}
+_RESULTS_KEPT = 10_000
 
 
 def set_value_by_layout(node: fx.Node) -> None:
@@ -56,31 +63,54 @@ def set_value_by_layout(node: fx.Node) -> None:
 
     Calling one of our operators on fake tensors takes 180 to 310 us, making a fake tensor of known
     layout 10 (torch 2.13), and a deep model asks for the same layouts again and again. Only operators
-    with one new tensor as their result are remembered, and only for static sizes.
+    with one tensor as their result are remembered, new or a view of their only input, and only for static sizes.
     """
-    key = _layout_key(node)
+    key = _result_key(node)
     if key is None:
         set_value(node)
         return
-    layout = _LAYOUTS.get(key)
-    value = None if layout is None else fake_like(node.all_input_nodes[0].meta["val"], *layout)
+    source: torch.Tensor = node.all_input_nodes[0].meta["val"]
+    value = None if (known := _RESULTS.get(key)) is None else _made_of(source, known)
     if value is not None:
         node.meta["val"] = value
         return
     set_value(node)
-    layout = _layout_of(node.meta["val"])
-    if layout is not None:
-        if len(_LAYOUTS) >= _LAYOUTS_KEPT:
-            _LAYOUTS.clear()
-        _LAYOUTS[key] = layout
+    result = _result_of(node.meta["val"], source if _is_view(node.target) else None)
+    if result is not None:
+        if len(_RESULTS) >= _RESULTS_KEPT:
+            _RESULTS.clear()
+        _RESULTS[key] = result
 
 
-def _layout_key(node: fx.Node) -> Hashable | None:
+def _made_of(source: torch.Tensor, known: _Result) -> torch.Tensor | None:
+    shape, stride, dtype, device = known.layout
+    if known.offset is None:
+        return fake_like(source, shape, stride, dtype, device)
+    return fake_view(source, shape, stride, dtype, known.offset)
+
+
+def _result_of(value: Any, source: torch.Tensor | None) -> _Result | None:
+    """What is remembered of a value, which should lie in the memory of ``source``, if there is one."""
+    layout = _layout_of(value)
+    if layout is None or source is None:
+        return None if layout is None else _Result(layout)
+    if storage_key(value) != storage_key(source) or type(offset := value.storage_offset()) is not int:
+        return None  # of another dtype, or copied: a reshape
+    return _Result(layout, offset)
+
+
+def _result_key(node: fx.Node) -> Hashable | None:
     """Equal for calls that give tensors of one layout; ``None`` where that is not known."""
-    if not node.all_input_nodes or not _makes_one_tensor(node.target):
+    sources = node.all_input_nodes
+    if not sources or not _makes_one_tensor(node.target):
         return None
     key = _key((node.args, node.kwargs))
-    return None if key is _UNKNOWN else (node.target, key)
+    if key is _UNKNOWN:
+        return None
+    if not _is_view(node.target):
+        return node.target, key
+    offset = sources[0].meta["val"].storage_offset()
+    return (node.target, key, offset) if len(sources) == 1 and type(offset) is int else None
 
 
 _UNKNOWN = object()
@@ -108,12 +138,17 @@ def _layout_of(value: Any) -> _Layout | None:
 
 @lru_cache(maxsize=256)
 def _makes_one_tensor(target: Any) -> bool:
-    """Whether an operator's only effect is one new tensor that shares memory with none of its inputs."""
+    """Whether an operator's only effect is one tensor."""
     schema = schema_of(target)
     if schema is None or schema.is_mutable or len(schema.returns) != 1:
         return False
-    result = schema.returns[0]
-    return result.alias_info is None and isinstance(result.type, torch.TensorType)
+    return isinstance(schema.returns[0].type, torch.TensorType)
+
+
+@lru_cache(maxsize=256)
+def _is_view(target: Any) -> bool:
+    """Whether that tensor lies, or may lie, in the memory of an input."""
+    return schema_of(target).returns[0].alias_info is not None
 
 
 def _some_value(node: fx.Node) -> list[Any]:

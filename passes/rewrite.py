@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8fx import ops
 
 from .elements import is_view
-from .fake import set_value, set_value_by_layout
+from .fake import set_value_by_layout
 from .sizes import is_same, is_same_shape
 
 #: Checkpointing's: whether a node is recomputed, and with which region.
@@ -128,7 +128,7 @@ def refresh_views(node: fx.Node) -> None:
     """Computes the fake values of all views of a node anew."""
     for user in node.users:
         if is_view(user):
-            set_value(user)
+            set_value_by_layout(user)
             refresh_views(user)
 
 

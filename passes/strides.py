@@ -12,7 +12,7 @@ from torch import fx
 from f8fx.torch_private import as_it_runs, is_of_torch, is_operator, size_hint
 
 from .elements import is_view
-from .fake import set_value
+from .fake import set_value_by_layout
 from .rewrite import refresh_views, take_over
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def _refresh(node: fx.Node, former: Any) -> None:
                 raise ValueError(f"{user.target} may need its arguments as they were")
             if "unbacked_bindings" in user.meta:
                 raise ValueError(f"{user.target} would give other symbols for its sizes")
-            set_value(user)
+            set_value_by_layout(user)
             _run_on_meta(user)
         except (RuntimeError, ValueError):
             user.meta["val"] = value
@@ -100,7 +100,7 @@ def _insert(user: fx.Node, target: Any, source: fx.Node, *args: Any, **kwargs: A
     with user.graph.inserting_before(user):
         node = user.graph.call_function(target, (source, *args), kwargs)
     node.meta = dict(source.meta)
-    set_value(node)
+    set_value_by_layout(node)
     return node
 
 

@@ -123,6 +123,20 @@ def fake_like(
         return type(like)(like.fake_mode, meta, device)
 
 
+def fake_view(
+    like: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int
+) -> torch.Tensor | None:
+    """A fake tensor in the memory of another, made as :func:`fake_like` makes one; ``None`` where that is."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        meta = torch.empty(0, dtype=dtype, device="meta")
+        if type(meta) is not torch.Tensor:
+            return None
+        meta.set_(like.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+        return type(like)(like.fake_mode, meta, like.device)
+
+
 def size_hint(size: int | torch.SymInt) -> int | None:
     """The value a symbolic size had when it was traced; None where it has none (unbacked, or ragged)."""
     if isinstance(size, int):
