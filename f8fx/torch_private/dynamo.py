@@ -21,17 +21,30 @@ _FORGETTING = threading.RLock()
 def unnoticed_by_dynamo(backend: Any) -> Iterator[None]:
     """What this thread compiles with a backend of its own inside the block is forgotten after it, and nothing else is.
 
-    Dynamo keeps, for each code object, what it compiled (``_debug_get_cache_entry_list``), whether it is to be
-    skipped, and, for each line of source, the sizes it saw, from which it later guesses what is dynamic
+    Dynamo keeps, for each code object, what it compiled, whether it is to be skipped, and, for each line of source, the
+    sizes it saw, from which it later guesses what is dynamic
     (``torch._dynamo.pgo``). ``torch.compiler.reset()`` would clear all of it for everybody. Other threads may compile and run
     meanwhile; the sizes that those see are forgotten too. Blocks of several threads wait for each other.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo import convert_frame, pgo
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    no_sizes = type(pgo.get_code_state())(pgo.CodeState)
+    with _FORGETTING, patched_attribute(pgo, "_CODE_STATE", no_sizes), _visited_codes() as visited:
+        try:
+            yield
+        finally:
+            with convert_frame.compile_lock:  # others are at none of these
+                for code, was_known in visited.values():
+                    _forget(code, backend, was_known)
+
+
+@contextmanager
+def _visited_codes() -> Iterator[dict[int, tuple[types.CodeType, bool]]]:
+    """The code that this thread has Dynamo look at inside the block, by id, and whether Dynamo knew it before (``input_codes``)."""
+    from torch._dynamo import convert_frame
 
     tracker, this_thread = convert_frame.input_codes, threading.get_ident()
-    visited: dict[int, tuple[types.CodeType, bool]] = {}  # by id: code, and whether Dynamo knew it before
+    visited: dict[int, tuple[types.CodeType, bool]] = {}  # code that reads alike is equal
     add = tracker.add
 
     def noted(code: types.CodeType) -> None:
@@ -39,26 +52,23 @@ def unnoticed_by_dynamo(backend: Any) -> Iterator[None]:
             visited.setdefault(id(code), (code, code in tracker))
         add(code)
 
-    with (
-        _FORGETTING,
-        patched_attribute(pgo, "_CODE_STATE", type(pgo.get_code_state())(pgo.CodeState)),
-        patched_attribute(tracker, "add", noted),
-    ):
-        try:
-            yield
-        finally:
-            with convert_frame.compile_lock:  # others are at none of these
-                for code, known in visited.values():
-                    entries = _debug_get_cache_entry_list(code)
-                    ours = [e for e in entries if getattr(e.backend, "compiler_fn", None) is backend]
-                    if not known and len(ours) == len(entries):
-                        reset_code(code)
-                        continue
-                    for entry in ours:
-                        if entry.guard_manager.extra_state is not None:
-                            entry.guard_manager.extra_state.invalidate(
-                                entry, DeletedGuardManagerWrapper("explained")
-                            )
+    with patched_attribute(tracker, "add", noted):
+        yield visited
+
+
+def _forget(code: types.CodeType, backend: Any, was_known: bool) -> None:
+    """Drops what was compiled of some code with a backend; all that Dynamo knows of it, if that was all."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    entries = _debug_get_cache_entry_list(code)
+    ours = [entry for entry in entries if getattr(entry.backend, "compiler_fn", None) is backend]
+    if not was_known and len(ours) == len(entries):
+        reset_code(code)
+        return
+    for entry in ours:
+        if (state := entry.guard_manager.extra_state) is not None:
+            state.invalidate(entry, DeletedGuardManagerWrapper("explained"))
 
 
 def keep_out_of_packages(gm: fx.GraphModule) -> None:
