@@ -109,8 +109,10 @@ def _result_key(node: fx.Node) -> Hashable | None:
         return None
     if not _is_view(node.target):
         return node.target, key
-    offset = sources[0].meta["val"].storage_offset()
-    return (node.target, key, offset) if len(sources) == 1 and type(offset) is int else None
+    value = sources[0].meta["val"]
+    memory = value.untyped_storage().nbytes(), value.storage_offset()
+    is_known = len(sources) == 1 and all(type(figure) is int for figure in memory)
+    return (node.target, key, memory) if is_known else None
 
 
 _UNKNOWN = object()

@@ -98,3 +98,18 @@ def test_symbolic_sizes_are_computed(made):
         for value in values(source, aten.permute.default, [1, 0]):
             assert value.shape == source.shape[::-1]
     assert not made
+
+
+def test_static_views_of_memory_of_symbolic_size_are_computed(made):
+    """Making one would compare the size of the memory, and guard the graph."""
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    source = mode.from_tensor(torch.empty(6, 4), symbolic_context=sizes)
+    with mode:
+        row = source[1]
+        assert row.shape == (4,)
+        guards = len(shapes.guards)
+        values(row, aten.unsqueeze.default, 0)
+    assert not made
+    assert len(shapes.guards) == guards
