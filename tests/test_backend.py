@@ -93,6 +93,26 @@ def test_compiled_autograd_reports_what_was_rewritten_before():
     ]
 
 
+def test_compiled_autograd_leaves_a_backward_beside_what_was_rewritten():
+    """Its graph also has the backward of a layer that was not compiled."""
+    options = {"executor": "eager", "select": "all", "strict": True}
+    model, head = Net(), nn.Linear(32, 16).to(bf16)
+    y = head(compiled(model)(randn(16, 32)))
+    y.sum().backward(retain_graph=True)
+    wanted = [parameter.grad for parameter in (*model.parameters(), *head.parameters())]
+    model.zero_grad()
+    head.zero_grad()
+    again = torch.compile(backend=f8fx.f8fx, options=options)
+    with recording() as reports, torch._dynamo.compiled_autograd._enable(again):
+        y.sum().backward()
+    assert reports[0].line() == (
+        "f8fx: 0 of 6 matmuls in float8 (tensorwise), 6 skipped: "
+        "4 already float8, 2 decided in the graph it was taken from"
+    )
+    for parameter, grad in zip((*model.parameters(), *head.parameters()), wanted, strict=True):
+        assert torch.equal(parameter.grad, grad)
+
+
 def test_a_graph_with_rewritten_nodes_is_left_and_reported():
     """Nodes that kept their marks on the way into another graph, beside matmuls that stayed in bf16."""
     options = Options.parse({"select": "all", "filter_fqns": ["second"]})
