@@ -26,6 +26,9 @@ grows with the bytes of large operands on an H100 (``exact_rowwise_bytes``).
 read and a 1-byte write, at an efficiency that falls for the transposed copy, whose stores are not
 coalesced, and falls far for the transposed *rowwise* copy, a reduction over the slow dimension.
 
+**Padding** of sizes to multiples of 16 costs nothing for operands, whose casts write zeros beside what they cast, and nothing
+in gemms, whose tiles are larger than what is added. A result with columns too many is copied without them (:meth:`CostModel.copy_seconds`).
+
 The constants are in :mod:`f8fx.calibration`, each with its origin.
 """
 
@@ -40,7 +43,7 @@ from typing import Literal
 import sympy
 
 from f8fx.calibration import Calibration, default_calibration
-from f8fx.hardware import Hardware, aligned
+from f8fx.hardware import Hardware
 from f8fx.recipe import ROLE_OPERANDS, ROLES, OperandKind, Recipe, Role
 
 #: Sizes of the forward gemm; the gradients' gemms are [M, N] x [N, K] and [N, M] x [M, K].
@@ -318,29 +321,3 @@ class CostModel:
             shape = dict(zip((M, K), _TENSOR_SHAPE[cast.kind], strict=True))
             total += seconds.subs(shape, simultaneous=True)
         return total
-
-    def pad_pays(
-        self, m: int, k: int, n: int, recipe: Recipe, roles: Sequence[Role] = ROLES, itemsize: int = 2
-    ) -> bool:
-        """Whether float8 pays though sizes must be padded up to multiples of 16 first.
-
-        A tensor with an odd size is read and written once more, zero-padded, before it is quantized,
-        and a result with an odd size is copied out; bfloat16 needs neither. M must be padded only
-        where ``grad_weight``, which contracts over it, is converted.
-        """
-        if not self.can_pay:
-            return False
-        pad_m = "grad_weight" in roles and recipe.grad_weight is not None
-        padded = {M: aligned(m) if pad_m else m, K: aligned(k), N: aligned(n)}
-        sizes = {M: m, K: k, N: n}
-        converted: list[Role] = [role for role in roles if recipe.gemm(role) is not None]
-        tensors = {_TENSOR_SHAPE[kind] for role in converted for kind in ROLE_OPERANDS[role]}
-        results = [(_GEMM_SHAPE[role][0], _GEMM_SHAPE[role][2]) for role in converted]
-        extra = 0.0
-        for shape in [*tensors, *results]:
-            if any(padded[size] != sizes[size] for size in shape):
-                moved = itemsize * math.prod(padded[size] for size in shape)
-                extra += self.copy_seconds(moved) + self.hardware.launch_overhead
-        high = self.layer(m, k, n, recipe, roles, itemsize).high_seconds
-        float8 = self.layer(padded[M], padded[K], padded[N], recipe, roles, itemsize).float8_seconds + extra
-        return LayerCost(high, float8, self.calibration.margin).pays

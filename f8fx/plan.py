@@ -50,6 +50,7 @@ class PlannedGemm:
             (:meth:`f8fx.cost.CostModel.gemm_seconds`).
         operands: left and right.
         experts: see :meth:`f8fx.cost.CostModel.gemm_seconds`.
+        cut_bytes: of its float8 result, where that is copied out of one with padded columns; else 0.
     """
 
     role: Role
@@ -62,6 +63,7 @@ class PlannedGemm:
     operands: tuple[PlannedOperand, PlannedOperand]
     layer: Hashable
     experts: int = 0
+    cut_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Verdict:
     Attributes:
         convert: whether to convert it.
         high_seconds: of the gemm as it is.
-        float8_seconds: of the gemm in float8, its share of the casts included.
+        float8_seconds: of the gemm in float8, its share of the casts and the copy of a padded result included.
         cast_seconds: that share.
         reason: one short line for ``explain``.
     """
@@ -118,10 +120,7 @@ class _Plan:
             model.gemm_seconds(g.m, g.k, g.n, False, itemsize=g.itemsize, experts=g.experts) for g in gemms
         ]
         self.margin = [model.calibration.margin * high for high in self.high]
-        self.float8 = [
-            model.gemm_seconds(g.m, g.k, g.n, True, g.rowwise, g.rescale and not g.experts, experts=g.experts)
-            for g in gemms
-        ]
+        self.float8 = list(map(self._float8_seconds, gemms))
         self.seconds: dict[Hashable, float] = {}
         self.users: dict[Hashable, set[int]] = {}
         self.items = [self._items(i, gemm) for i, gemm in enumerate(gemms)]
@@ -130,6 +129,16 @@ class _Plan:
             self.layers.setdefault(gemm.layer, []).append(i)
         self.dropped: dict[int, Verdict] = {}
         self.returned: set[int] = set()
+
+    def _float8_seconds(self, gemm: PlannedGemm) -> float:
+        """Of a gemm in float8, without its casts."""
+        model, rescale = self.model, gemm.rescale and not gemm.experts
+        seconds = model.gemm_seconds(
+            gemm.m, gemm.k, gemm.n, True, gemm.rowwise, rescale, experts=gemm.experts
+        )
+        if gemm.cut_bytes:
+            seconds += model.copy_seconds(gemm.cut_bytes) + model.hardware.launch_overhead
+        return seconds
 
     def _items(self, index: int, gemm: PlannedGemm) -> list[Hashable]:
         """The casts and amaxes that a gemm needs; enters their cost and this user."""

@@ -39,10 +39,12 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Prediction:
+    """``pays_unpadded``: it would be converted if its sizes, and those of others, needed no padding."""
+
     verdict: Verdict
     layer: _Layer
-    model: CostModel
     threshold: Callable[[], int | None]
+    pays_unpadded: bool
 
     @property
     def speedup(self) -> float:
@@ -128,27 +130,33 @@ class Worth:
         for model, group in by_model.items():
             gemms = [planned for _, _, planned in group]
             thresholds = Thresholds(model, gemms, [choice for _, choice, _ in group], self._planned)
-            for place, verdict in enumerate(plan(model, gemms, drop)):
+            verdicts = plan(model, gemms, drop)
+            unpadded = _unpadded(model, gemms, verdicts)
+            for place, verdict in enumerate(verdicts):
                 index, choice, _ = group[place]
                 layer = layers[choice.gemm.layer]
                 threshold = partial(thresholds.rows, place, layer.m, verdict.convert)
-                yield index, choice, _Prediction(verdict, layer, model, threshold)
+                yield index, choice, _Prediction(verdict, layer, threshold, unpadded[place].convert)
 
     def _judge(self, choice: Convert, prediction: _Prediction) -> Choice:
-        gemm, verdict, layer, model = choice.gemm, prediction.verdict, prediction.layer, prediction.model
+        gemm, verdict, layer = choice.gemm, prediction.verdict, prediction.layer
         speedup, seconds = prediction.speedup, verdict.high_seconds
-        detail = verdict.reason
+        reason, detail = self._reason(prediction)
         if layer.dynamic and not any(operand.node in self.cached for operand in (gemm.left, gemm.right)):
             threshold = prediction.threshold()
             detail += "; never pays" if threshold is None else f"; pays for M >= {threshold}"
         if not verdict.convert:
-            alone = "alone loses" in verdict.reason
-            reason = "casts would cost more than it gains" if alone else "too small"
             return Skip(gemm, reason, detail, speedup, seconds)
-        if _is_odd(layer) and not model.pad_pays(layer.m, layer.k, layer.n, self.recipe, layer.roles):
-            why = f"K={layer.k}, N={layer.n}: padding would cost more than float8 gains"
-            return Skip(gemm, f"not a multiple of {ALIGNMENT}", why, speedup, seconds)
         return replace(choice, detail=detail, speedup=speedup, seconds=seconds)
+
+    def _reason(self, prediction: _Prediction) -> tuple[str, str]:
+        """Why a matmul is left, in a few words and in more; the former says nothing where it is converted."""
+        verdict, layer = prediction.verdict, prediction.layer
+        if prediction.pays_unpadded and not verdict.convert:
+            detail = f"K={layer.k}, N={layer.n}: padding would cost more than float8 gains"
+            return f"not a multiple of {ALIGNMENT}", detail
+        alone = "alone loses" in verdict.reason
+        return "casts would cost more than it gains" if alone else "too small", verdict.reason
 
     def _planned(self, choice: Convert, factor: float = 1) -> PlannedGemm | None:
         """A matmul as `plan` sees it, its dynamic sizes so many times those it was traced with."""
@@ -173,6 +181,7 @@ class Worth:
             ),
             layer=gemm.layer,
             experts=gemm.experts,
+            cut_bytes=gemm.dtype.itemsize * m * n if choice.pad_n else 0,
         )
 
     def _planned_operand(
@@ -225,8 +234,11 @@ def _layer_sizes(gemm: Gemm) -> tuple[Size, Size, Size]:
     return (gemm.k, gemm.n, gemm.m) if first_is_grad else (gemm.k, gemm.m, gemm.n)
 
 
-def _is_odd(layer: _Layer) -> bool:
-    return layer.k % ALIGNMENT != 0 or layer.n % ALIGNMENT != 0
+def _unpadded(model: CostModel, gemms: Sequence[PlannedGemm], verdicts: list[Verdict]) -> list[Verdict]:
+    """What would be said of gemms whose padding cost nothing."""
+    if all(verdict.convert for verdict in verdicts) or not any(gemm.cut_bytes for gemm in gemms):
+        return verdicts
+    return plan(model, [replace(gemm, cut_bytes=0) for gemm in gemms])
 
 
 @lru_cache(maxsize=16)

@@ -19,7 +19,7 @@ from f8fx import hardware
 from f8fx.calibration import default_calibration, own_calibration
 from f8fx.cost import MAX_M, CostModel, K, M, N
 from f8fx.passes.worth import cost_model
-from f8fx.plan import PlannedGemm, PlannedOperand, plan
+from f8fx.plan import PlannedGemm, PlannedOperand, Verdict, plan
 from f8fx.recipe import PRESETS, ROLES, GemmSpec, Recipe, Role
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "torchao_h100.json").read_text())
@@ -278,7 +278,6 @@ def test_rowwise_with_gw_hp() -> None:
 def test_never_pays_without_float8_tensor_cores(gpu: str, name: str) -> None:
     model, recipe = CostModel(hardware.find(gpu)), Recipe.named(name)
     assert not model.layer(65536, 16384, 16384, recipe).pays
-    assert not model.pad_pays(65536, 16384, 16384, recipe)
     (verdict,) = plan(model, [_linear("x", "w", 65536, 16384, 16384)[0]])
     assert not verdict.convert
     assert verdict.reason == f"{gpu} has no float8 tensor cores"
@@ -397,21 +396,6 @@ def test_no_rescale_where_the_gemm_applies_the_scales() -> None:
     assert float(model.expression(recipe, True).subs(values)) == pytest.approx(layers[1])
 
 
-def test_padding() -> None:
-    recipe = Recipe.named("tensorwise")
-    assert H100.pad_pays(16384, 8192, 8190, recipe)
-    assert not H100.pad_pays(2048, 2046, 2046, recipe)
-    start = _pays_from(4096, 4096, recipe)
-    assert H100.pad_pays(start, 4096, 4096, recipe)
-    assert not H100.pad_pays(start + 15, 4096, 4096, recipe)
-    # An odd M needs padding only for grad_weight, so without it float8 pays from its threshold on.
-    hybrid = Recipe.named("rowwise_with_gw_hp")
-    assert H100.pad_pays(_pays_from(4096, 4096, hybrid) + 15, 4096, 4096, hybrid)
-    forward: list[Role] = ["output"]
-    start = _pays_from(4096, 4096, recipe, forward)
-    assert H100.pad_pays(start + 15, 4096, 4096, recipe, forward)
-
-
 # --- plan()
 
 
@@ -458,6 +442,23 @@ def test_plan_of_one_layer_is_layer(name: str) -> None:
     assert all(v.convert for v in verdicts)
     assert sum(v.float8_seconds for v in verdicts) == pytest.approx(layer.float8_seconds)
     assert {v.reason for v in verdicts} == {f"pays: {layer.speedup:.2f}x"}
+
+
+def test_plan_counts_the_copy_of_a_padded_result() -> None:
+    """Nothing else of padding: casts write zeros beside what they cast."""
+
+    def planned(m: int, k: int, n: int, cut_bytes: int) -> Verdict:
+        output, *gradients = _linear("x", "y", m, k, n)
+        return plan(H100, [dataclasses.replace(output, cut_bytes=cut_bytes), *gradients])[0]
+
+    large, small = (16384, 8192, 8190), (2048, 4096, 2042)
+    for m, k, n in (large, small):
+        assert planned(m, k, n, 0).convert
+    copied = planned(*large, 2 * 16384 * 8190)
+    seconds = H100.copy_seconds(2 * 16384 * 8190) + H100.hardware.launch_overhead
+    assert copied.convert
+    assert copied.float8_seconds == pytest.approx(planned(*large, 0).float8_seconds + seconds)
+    assert not planned(*small, 2 * 2048 * 2042).convert
 
 
 def test_plan_shares_the_casts_of_qkv() -> None:

@@ -303,6 +303,32 @@ def test_an_odd_number_of_tokens(recipe):
     assert odd["triton_kernels"] <= even["triton_kernels"] + 3
 
 
+class Between(nn.Module):
+    """A linear layer whose input and result other kernels compute and read."""
+
+    def __init__(self, k: int, n: int):
+        super().__init__()
+        self.linear = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return torch.relu(self.linear(torch.relu(x)))
+
+
+@pytest.mark.parametrize("k, n", [(1024, 4090), (1020, 4096)])
+def test_padding_moves_no_more_than_results_without_it(k, n):
+    """What the cost model counts of it (``cut_bytes`` of :class:`f8fx.plan.PlannedGemm`): operands are padded where they are cast."""
+
+    def moved(k: int, n: int) -> int:
+        with torch.device("meta"):
+            layer, x = Between(k, n), torch.zeros(2048, k, dtype=torch.bfloat16, requires_grad=True)
+        return traffic.count(layer, (x,), traffic.Case("tensorwise"))["est_bytes"]
+
+    copied = 2048 * n * (n % 16 > 0) + (2048 + n) * k * (
+        k % 16 > 0
+    )  # product, or gradients of input and weight
+    assert moved(k, n) <= moved(1024, 4096) + 2 * 2 * copied
+
+
 @pytest.mark.long
 def test_more_tokens_are_no_more_launches():
     """Amaxes of rows are reduced by one kernel, however many rows there are."""

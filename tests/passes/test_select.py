@@ -142,11 +142,21 @@ def test_too_small():
 
 
 def test_padding_that_costs_more_than_it_gains():
-    """Float8 itself would pay: it does one column further."""
-    decisions = untouched(F.linear, *meta(8192, 8192, 1329), target="h100")
+    """Float8 itself would pay: it does some columns further."""
+    decisions = untouched(F.linear, *meta(8192, 1600, 50257), target="b200")
     assert reasons(decisions) == {"not a multiple of 16"}
-    assert {d.detail for d in decisions} == {"K=8192, N=1329: padding would cost more than float8 gains"}
-    assert all(d.converted for d in decisions_on("h100", *meta(8192, 8192, 1344)))
+    assert {d.detail for d in decisions} == {"K=1600, N=50257: padding would cost more than float8 gains"}
+    assert all(d.converted for d in decisions_on("b200", *meta(8192, 1600, 50272)))
+
+
+def test_padding_is_part_of_the_prediction():
+    """The product has columns too many and is copied without them; of the gradients none has."""
+    odd, aligned = ({d.role: d for d in decisions_on("h100", *meta(8192, 4096, n))} for n in (50257, 50272))
+    assert all(d.converted for d in odd.values())
+    gains = {role: odd[role].speedup / aligned[role].speedup for role in odd}
+    assert gains["output"] < 0.9
+    assert gains["grad_input"] == pytest.approx(1, abs=0.01)
+    assert gains["grad_weight"] == pytest.approx(1, abs=0.01)
 
 
 def test_what_gains_less_than_the_model_is_off_by():
