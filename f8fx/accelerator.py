@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -40,6 +41,9 @@ class Hardware:
         l2_bytes: size of the last cache shared by all multiprocessors.
         sms: streaming multiprocessors (NVIDIA), compute units (AMD), cores (CPU, nominal).
         sources: figure -> where it comes from.
+
+    Raises:
+        ValueError: for a figure that no time can be computed from.
     """
 
     name: str
@@ -57,6 +61,17 @@ class Hardware:
     sms: int
     rowwise_cuda: tuple[int, int] | None = None
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rates = ["bf16_flops", "memory_bandwidth", *(["fp8_flops"] if self.float8_tensor_cores else [])]
+        for figure in (*rates, "launch_overhead", "sms"):
+            value, may_be_zero = getattr(self, figure), figure not in rates
+            is_number = isinstance(value, (int, float)) and math.isfinite(value)
+            if not is_number or value < 0 or (value == 0 and not may_be_zero):
+                least = "a number that is not negative" if may_be_zero else "a positive number"
+                raise ValueError(f"Hardware.{figure} must be {least}, got {value!r}")
+        if not isinstance(self.granularities, tuple):
+            raise ValueError(f"Hardware.granularities must be a tuple, got {self.granularities!r}")
 
     @property
     def grouped_gemm(self) -> bool:

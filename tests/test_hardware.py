@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,22 @@ from f8fx.passes import best_rowwise_scales
 def test_names() -> None:
     hopper = ("h100", "h100-pcie", "h100-nvl", "h20", "h200", "h200-nvl")
     assert hardware.names() == ("a100", "l40s", "rtx4090", *hopper, "b200", "rtx5090", "mi300x", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        ("bf16_flops", 0.0),
+        ("fp8_flops", 0.0),
+        ("memory_bandwidth", "3e12"),
+        ("memory_bandwidth", float("nan")),
+        ("launch_overhead", -1e-6),
+        ("granularities", ["tensorwise"]),
+    ],
+)
+def test_figures_that_no_time_can_be_computed_from(figure: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"Hardware.{figure} must be .*, got "):
+        dataclasses.replace(hardware.find("h100"), **{figure: value})
 
 
 @pytest.mark.parametrize(
