@@ -127,6 +127,18 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         workaround="Upgrade to a torch whose Triton is 3.9 or newer; H100 and later are not affected.",
     ),
     KnownIssue(
+        title="A rowwise float8 gemm on Ada (sm_89) clears its workspace in the default stream",
+        link="https://github.com/pytorch/pytorch/issues/177651",
+        # Read, not tried: f8f8bf16_rowwise_impl_sm89 (RowwiseScaledMM.cu) gave no stream to gemm.initialize.
+        torch=Versions(before="2.12"),
+        where="cuda",
+        effect=(
+            "On L40S and 4090 rowwise recipes may hang the GPU in any other stream, such as one in which a CUDA graph is "
+            "captured."
+        ),
+        workaround='Upgrade to torch 2.12 or newer; or recipe="tensorwise", or the default stream and no CUDA graphs.',
+    ),
+    KnownIssue(
         title="torch._scaled_mm on CPU takes one scale per tensor only",
         link="",
         torch=Versions(before="2.13"),

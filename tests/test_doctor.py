@@ -55,6 +55,13 @@ def test_the_triton_store_bug_applies_where_inductor_emits_what_triggers_it(
     assert _issue("transposed float8 store").applies(torch_version, triton_version, has_cuda) is applies
 
 
+def test_the_stream_of_adas_rowwise_gemm_is_an_issue_of_torch_2_11_on_gpus():
+    issue = _issue("default stream")
+    assert issue.applies("2.11.0+cu130", "3.6.0", has_cuda=True)
+    assert not issue.applies("2.11.0+cpu", None, has_cuda=False)
+    assert not issue.applies("2.13.0+cu130", "3.7.0", has_cuda=True)
+
+
 def test_the_triton_store_bug_matches_the_installed_inductor():
     """The range was read off the code Inductor generates: read it again here, from its source.
 
