@@ -669,6 +669,20 @@ def test_a_model_takes_its_copies_along():
     assert not weight_watch.WATCHES and "data" not in vars(nn.Parameter)
 
 
+def test_copies_go_when_a_parameter_moves_to_another_device():
+    """As ``.to()`` moves models between CPU and GPU, to free memory. Here the other device is meta, which ``.data`` cannot be set to."""
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    tensors = [next(iter(copies_of(layer.weight).tensors.values())) for layer in (model.first, model.second)]
+    moved, kept = map(weakref.ref, tensors)
+    del tensors
+    weight_watch.watch_of(model.first.weight).was_set(model.first.weight.to("meta"))
+    assert moved() is None and kept() is not None
+    model.second.weight.data = kept_data = torch.ones_like(model.second.weight)
+    assert kept() is not None and kept_data.device == x.device
+    assert torch.equal(infer(f8, x), uncached(model, x))
+
+
 def test_state_dict_pickles_and_copies_know_nothing_of_it():
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}

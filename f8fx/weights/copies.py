@@ -89,6 +89,11 @@ class Copies:
             self.served[id(formats)] = formats, tensors
         return tensors
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where they are; nowhere before the first is made."""
+        return {tensor.device for tensor in self.tensors.values()}
+
     def made_anew(self, parameters: Sequence[Tensor], formats: Sequence[Format]) -> list[Tensor]:
         """The tensors of these formats, whatever there was."""
         self._renew(parameters, None, formats)

@@ -89,6 +89,15 @@ class Watch:
                 watch.keepers.discard(keeper)
         self.keepers.clear()
 
+    def _has_copies_beside(self, device: torch.device) -> bool:
+        """Whether it has a part in copies on other devices than this one."""
+        return any(
+            copies.devices - {device}
+            for keeper in self.keepers
+            for (_, watches), copies in keeper.copies.items()
+            if self in watches
+        )
+
     def was_read(self, alias: Tensor) -> Tensor:
         """Notes that ``.data`` was read; the alias to hand out."""
         self.changed()
@@ -99,8 +108,15 @@ class Watch:
         return with_version_of(self.alias, alias)
 
     def was_set(self, value: Tensor) -> None:
-        """Notes that ``.data`` was set to a tensor, which from then on shares the parameter's memory."""
+        """Notes that ``.data`` was set to a tensor, which from then on shares the parameter's memory.
+
+        On another device (``.to()``) copies would hold memory that was to be freed, and serve nobody: their address
+        is of no use there.
+        """
         self.changed()
+        with LOCK:
+            if self._has_copies_beside(value.device):
+                self.drop()
         memory = memory_of(value)
         first = self.sources[:1] if memory is not None and memory == self.source_memory else ()
         self.sources = first if value.is_inference() else (*first, version_probe(value))
