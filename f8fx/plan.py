@@ -259,7 +259,7 @@ class _Plan:
             kept = {i: self._share(i) for i in gemms if i not in self.dropped}
             if kept:
                 speedup = sum(self.high[i] for i in kept) / sum(self.float8[i] + kept[i] for i in kept)
-                reason = f"pays: {speedup:.2f}x"
+                reason = f"{'pays' if speedup > 1 else 'loses'}: {speedup:.2f}x"
                 if any(i in self.returned for i in kept):
                     reason += "; others make casts it needs"
                 verdicts |= {i: self._verdict(i, True, reason, kept[i]) for i in kept}

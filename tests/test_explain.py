@@ -56,6 +56,7 @@ def test_select_all_converts_what_would_lose_and_says_so():
     assert everything.converted == 5 and everything.gemm_speedup < 1
     # the prediction is there whether it decides or not
     assert [row.speedup for row in auto.rows] == pytest.approx([row.speedup for row in everything.rows])
+    assert all(row.detail.startswith("loses: 0.") for row in everything.rows)
 
 
 def test_where_inductor_runs_no_passes_there_is_nothing_to_explain():

@@ -56,7 +56,7 @@ class Group:
         """Reason and numbers, "" where the other columns say it all."""
         row = self.first
         if row.converted:
-            detail = re.sub(r"^pays: [\d.]+x(; )?", "", row.detail)
+            detail = re.sub(r"^(pays|loses): [\d.]+x(; )?", "", row.detail)
         elif row.detail.startswith(row.reason):
             detail = row.detail
         else:
