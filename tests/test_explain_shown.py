@@ -43,6 +43,22 @@ def test_a_graph_that_runs_more_than_once_is_told_of(capsys: pytest.CaptureFixtu
         assert said == ("Counted once" in e.to_html()) == (depth > 1)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_narrow_terminal_has_names_and_reasons(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    rows = [Row(0, "up_proj", "output", 8192, 4096, 14336, False, "too small", "", 0.9, 1e-3, 1e-3, 1.0)]
+    terminal = Terminal()
+    Explanation("Mlp", "h100", "tensorwise", "auto", False, [], rows).print(terminal)
+    table = terminal.getvalue()
+    assert all(text in table for text in ("up_proj", "8192 x 4096 x 14336", "0.90x", "100.0%", "too small"))
+
+
 def test_unknown_options_name_the_nearest():
     with pytest.raises(f8fx.OptionError, match="did you mean 'h100'"):
         f8fx.explain(Mlp(16, 16), torch.ones(4, 16), target="h10")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Columns where output is no terminal and so has no width.
 _FILE_WIDTH = 140
+#: Fewer leave none for names and reasons; a narrower terminal breaks lines by itself.
+_LEAST_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,7 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None, expa
     file = file or sys.stdout
     plain = functools.partial(Console, file=file, highlight=False, markup=False, emoji=False)
     console = plain()
-    if not console.is_terminal:
-        console = plain(width=_FILE_WIDTH)
+    console = plain(width=max(console.width, _LEAST_WIDTH) if console.is_terminal else _FILE_WIDTH)
     console.print(explanation.line(), style="bold")
     console.print(_table(explanation, expand))
     for label, text in totals(explanation):
