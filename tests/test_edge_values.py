@@ -51,6 +51,26 @@ def test_nan_and_inf_reach_the_output(recipe, bad):
         assert torch.isfinite(y[:3]).all()
 
 
+@pytest.mark.parametrize("weights", ["dynamic", "cached"])
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_a_row_scaled_by_itself_does_not_depend_on_the_others(recipe, weights):
+    """What else is in a batch, padding say, is seen by one scale for all rows, in the forward and in the input's gradient."""
+    k, n = 20, 36  # padded
+    model = nn.Sequential(nn.Linear(k, n), nn.GELU(), nn.Linear(n, k)).to(bf16)
+    call = compiled(model, recipe=recipe, weights=weights)
+    found = []
+    for rest in (1, 1000):
+        x, grad = randn(16, k, grad=False), randn(16, k, grad=False, seed=1)
+        x[4:] *= rest
+        grad[4:] *= rest
+        with torch.no_grad():
+            alone = call(x)
+        y = call(x.requires_grad_())
+        y.backward(grad)
+        found.append((alone[:4], y[:4].detach(), x.grad[:4]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_subnormals_do_not_overflow_the_scale(recipe):
     """1e-38 is subnormal in bfloat16 and far below EPS, which keeps the scale finite; so it becomes zero."""
