@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -57,6 +58,13 @@ def test_a_narrow_terminal_has_names_and_reasons(monkeypatch: pytest.MonkeyPatch
     Explanation("Mlp", "h100", "tensorwise", "auto", False, [], rows).print(terminal)
     table = terminal.getvalue()
     assert all(text in table for text in ("up_proj", "8192 x 4096 x 14336", "0.90x", "100.0%", "too small"))
+
+
+def test_equal_layers_share_a_line_and_add_up():
+    row = Row(0, "layers.0.up", "output", 64, 64, 64, False, "too small", "", 0.9, 1e-3, 1e-3, 0.5)
+    (group,) = grouped([row, dataclasses.replace(row, fqn="layers.1.up")])
+    assert group.label == "layers.*.up"
+    assert group.share == 1.0 and group.high_seconds == 2e-3
 
 
 def test_unknown_options_name_the_nearest():

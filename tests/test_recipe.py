@@ -50,6 +50,25 @@ def test_from_torchao_keeps_details():
     assert recipe.grad_input.left.dtype == "e5m2"
 
 
+def test_from_torchao_keeps_what_grad_weight_has_of_its_own():
+    from torchao.float8.config import CastConfig, ScalingGranularity
+
+    rows = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn)
+    whole = CastConfig(target_dtype=torch.float8_e4m3fn)
+    recipe = Recipe.from_torchao(
+        torchao.Float8LinearConfig(
+            cast_config_input=rows,
+            cast_config_weight=rows,
+            cast_config_grad_output=rows,
+            cast_config_weight_for_grad_input=rows,
+            cast_config_input_for_grad_weight=whole,
+            cast_config_grad_output_for_grad_weight=whole,
+        )
+    )
+    assert recipe.output.left == recipe.grad_input.left == QuantSpec("e4m3", "rowwise")
+    assert recipe.grad_weight == GemmSpec(QuantSpec("e4m3"), QuantSpec("e4m3"))
+
+
 @pytest.mark.parametrize("setting", ["emulate", "enable_fsdp_float8_all_gather"])
 def test_from_torchao_refuses_what_a_graph_cannot_do(setting):
     config = dataclasses.replace(torchao.Float8LinearConfig(), **{setting: True})
