@@ -129,7 +129,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         title="A rowwise float8 gemm on Ada (sm_89) clears its workspace in the default stream",
         link="https://github.com/pytorch/pytorch/issues/177651",
-        # Read, not tried: f8f8bf16_rowwise_impl_sm89 (RowwiseScaledMM.cu) gave no stream to gemm.initialize.
+        # Reported, not tried: f8f8bf16_rowwise_impl_sm89 (RowwiseScaledMM.cu) gave no stream to gemm.initialize.
         torch=Versions(before="2.12"),
         where="cuda",
         effect=(
