@@ -68,14 +68,24 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], look: GraphTransfor
         _apply(look, graph)
         raise _Traced
 
-    backend = aot_backend(stop, stop, stop)
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if inputs:
+            stop(joint)
+        # a body, given without inputs: AOTAutograd splits those of nested regions before the graph that they are in
+        _apply(look, joint)
+        return Partitioner("lean")(joint, inputs, **kwargs)
+
+    backend = aot_backend(stop, stop, partition)
     with contextlib.suppress(_Traced):
         backend(fx.GraphModule(gm, copy.deepcopy(gm.graph)), example_inputs)
 
 
 def _apply(transform: GraphTransform, graph: fx.GraphModule) -> None:
-    """To the graph and, as Inductor does, to the bodies of its higher-order operators."""
-    for module in graph.modules():
-        if isinstance(module, fx.GraphModule):
-            transform(module.graph)
-            module.recompile()
+    """To the graph and, as Inductor does, to the bodies of its higher-order operators: a module may have others, no longer used."""
+    transform(graph.graph)
+    graph.recompile()
+    modules = dict(graph.named_modules(remove_duplicate=False))
+    read = dict.fromkeys(modules.get(node.target) for node in graph.graph.find_nodes(op="get_attr"))
+    for body in read:
+        if isinstance(body, fx.GraphModule):
+            _apply(transform, body)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -341,6 +343,26 @@ def test_cached_weights_know_the_layers_of_regions():
         compiled(model)(x)
         compiled(model, weights="cached")(x)
     assert reports[0].converted == reports[1].converted == 2
+
+
+def test_a_training_graph_with_regions_keeps_the_weights_beside_them():
+    """AOTAutograd splits the body of a region before the graph it is in, also in the trace that tells which weights are cast."""
+    model, x = Nested(), randn(16, 32)
+    with recording() as reports:
+        compiled(model)(x)
+        compiled(model, weights="reused")(x)
+        model.last.weight.requires_grad_(False)
+        compiled(model, weights="cached")(x)
+    assert [report.reused_weights for report in reports] == [0, 1, 1]
+
+
+def test_the_body_of_a_region_is_counted_once():
+    """After AOTAutograd has split it, its owner has the whole one as well, which nothing calls."""
+    with recording() as reports:
+        compiled(Nested())(randn(16, 32))
+    assert Counter((decision.fqn, decision.role) for decision in reports[0].decisions) == Counter(
+        itertools.product(("layer", "last"), ("output", "grad_input", "grad_weight"))
+    )
 
 
 def test_strict_raises(monkeypatch):
