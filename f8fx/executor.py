@@ -81,11 +81,18 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], look: GraphTransfor
 
 
 def _apply(transform: GraphTransform, graph: fx.GraphModule) -> None:
-    """To the graph and, as Inductor does, to the bodies of its higher-order operators: a module may have others, no longer used."""
-    transform(graph.graph)
-    graph.recompile()
+    """To the graph and, as Inductor does, to the bodies of its higher-order operators."""
+    for module in with_bodies(graph):
+        transform(module.graph)
+        module.recompile()
+
+
+def with_bodies(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph and the bodies of its higher-order operators; its module may have others, which nothing calls any longer."""
+    found = {graph: None}
     modules = dict(graph.named_modules(remove_duplicate=False))
-    read = dict.fromkeys(modules.get(node.target) for node in graph.graph.find_nodes(op="get_attr"))
-    for body in read:
+    for node in graph.graph.find_nodes(op="get_attr"):
+        body = modules.get(node.target)
         if isinstance(body, fx.GraphModule):
-            _apply(transform, body)
+            found.update(dict.fromkeys(with_bodies(body)))
+    return list(found)

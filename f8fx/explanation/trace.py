@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from f8fx.executor import trace as trace_once
+from f8fx.executor import with_bodies
 from f8fx.graph_bytes import communicated_bytes, saved_bytes
 from f8fx.partition import Partitioner
 from f8fx.passes import Pipeline, WeightInputs
@@ -248,11 +249,10 @@ class _Collector:
     def _report(self, rewritten: fx.Graph, whole: fx.GraphModule) -> GraphReport:
         """Rewrites the copy of a graph; what is decided in it and in the bodies of its higher-order operators."""
         reports = [self.pipeline(rewritten)]
-        for body in whole.modules():
-            if isinstance(body, fx.GraphModule):
-                if body is not whole and not is_decided(body.graph):
-                    reports.append(self.pipeline(_copied(body.graph)))
-                mark_decided(body.graph)
+        for body in with_bodies(whole):
+            if body is not whole and not is_decided(body.graph):
+                reports.append(self.pipeline(_copied(body.graph)))
+            mark_decided(body.graph)
         return GraphReport.merged(reports)[0]
 
 
