@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from f8fx.hardware import ALIGNMENT
-from f8fx.recipe import GemmSpec
+from f8fx.recipe import GemmSpec, OperandKind
 from f8fx.report import Decision
 
 from .gemm import Gemm, Size, Unmatched
@@ -24,7 +24,8 @@ EMPTY = "empty"
 class Convert:
     """A matmul to rewrite, and how; ``merge`` is what `merge` has to say of it.
 
-    ``adds_bias``: the gemm adds the bias, before it rounds.
+    ``adds_bias``: the gemm adds the bias, before it rounds. ``as_stored``: its operands that are float8 already, and are
+    read as they are (:mod:`passes.stored`).
     """
 
     gemm: Gemm
@@ -38,6 +39,7 @@ class Convert:
     seconds: float | None = None
     merge: str = ""
     adds_bias: bool = False
+    as_stored: tuple[OperandKind, ...] = ()
 
 
 def reading(conversion: Convert, replaced: Mapping[fx.Node, fx.Node]) -> Convert:
@@ -74,6 +76,9 @@ def decision(choice: Choice) -> Decision:
     gemm, detail = choice.gemm, choice.detail
     if isinstance(choice, Convert) and (choice.pad_k or choice.pad_n):
         detail = "; ".join(filter(None, (detail, f"padded to multiples of {ALIGNMENT}")))
+    if isinstance(choice, Convert) and choice.as_stored:
+        kept = f"{' and '.join(choice.as_stored)} in float8 already".replace("_", " ")
+        detail = "; ".join(filter(None, (detail, kept)))
     return Decision(
         fqn=gemm.fqn,
         role=gemm.role,

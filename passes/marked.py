@@ -47,7 +47,7 @@ def fold(graph: fx.Graph) -> None:
             data = _laid_out(graph, node, data)
         else:
             data, scale = (
-                _below_each_other(graph, node, data, contracted == 1),
+                below_each_other(graph, node, data, contracted == 1),
                 _flat(graph, own_scale, scale),
             )
         node.replace_all_uses_with(data)
@@ -59,20 +59,25 @@ def _laid_out(graph: fx.Graph, node: fx.Node, data: fx.Node) -> fx.Node:
     """Marked data in the layout of a ``quantize``."""
     if not node.kwargs["transpose"] and tuple(node.kwargs["align"]) == _PLAIN:  # type: ignore[arg-type]
         return data
+    return relaid(graph, node, data)
+
+
+def relaid(graph: fx.Graph, node: fx.Node, data: fx.Node) -> fx.Node:
+    """A copy of float8 data in the layout of a ``quantize``."""
     with graph.inserting_before(node):
         layout = {"transpose": node.kwargs["transpose"], "align": node.kwargs["align"]}
         copy = graph.create_node("call_function", ops.relayout, (data,), layout, "relayout")
     copy.meta.update(node.meta)  # shape, strides and dtype are the same too
-    return _where_it_is_read(copy)
+    return where_it_is_read(copy)
 
 
-def _below_each_other(graph: fx.Graph, node: fx.Node, data: fx.Node, transposed: bool) -> fx.Node:
+def below_each_other(graph: fx.Graph, node: fx.Node, data: fx.Node, transposed: bool) -> fx.Node:
     """Marked data of experts as the ``quantize`` of the stack gives them."""
     insert = Inserter(graph, node, node.meta["f8fx"])
     if transposed:
-        data = _where_it_is_read(insert(aten.permute.default, data, [0, 2, 1]))
-        data = _where_it_is_read(insert.contiguous(data))
-    return _where_it_is_read(insert(aten.view.default, data, list(shape_of(node))))
+        data = where_it_is_read(insert(aten.permute.default, data, [0, 2, 1]))
+        data = where_it_is_read(insert.contiguous(data))
+    return where_it_is_read(insert(aten.view.default, data, list(shape_of(node))))
 
 
 def _flat(graph: fx.Graph, own_scale: fx.Node, scale: fx.Node) -> fx.Node:
@@ -81,7 +86,7 @@ def _flat(graph: fx.Graph, own_scale: fx.Node, scale: fx.Node) -> fx.Node:
     return insert(aten.view.default, scale, list(shape_of(own_scale)))
 
 
-def _where_it_is_read(copy: fx.Node) -> fx.Node:
+def where_it_is_read(copy: fx.Node) -> fx.Node:
     """A copy or view of a mark's data, made in the half that reads it.
 
     A copy made in the forward would be kept until the backward: an unsharded copy of every weight. What is marked is there

@@ -30,6 +30,7 @@ from .gemm import Gemm, Operand, Size, Unmatched
 from .left import UNEVEN
 from .matmuls import operands_of
 from .parameters import is_uneven
+from .stored import of_operand
 from .worth import Worth, cost_model
 
 
@@ -138,13 +139,20 @@ class Select:
         spec = self.recipe.gemm(gemm.role)
         assert spec is not None  # by the recipe guard
         hardware = self.hardware_of(gemm.device)
+        operands = (gemm.left, gemm.right)
+        dtypes = [hardware.float8_dtypes[self._operand_spec(gemm, operand).dtype] for operand in operands]
+        as_stored = (
+            operand.kind
+            for operand, dtype in zip(operands, dtypes, strict=True)
+            if of_operand(operand, operand is gemm.left, dtype, spec.is_rowwise)
+        )
         return Convert(
             gemm,
             spec,
-            hardware.float8_dtypes[self._operand_spec(gemm, gemm.left).dtype],
-            hardware.float8_dtypes[self._operand_spec(gemm, gemm.right).dtype],
+            *dtypes,
             pad_k=not is_aligned(gemm.k),
             pad_n=not is_aligned(gemm.n),
+            as_stored=tuple(as_stored),
         )
 
     def _operand_spec(self, gemm: Gemm, operand: Operand):

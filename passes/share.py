@@ -4,7 +4,7 @@
 
 1. equal inserted nodes become one (inference graphs have no partitioner, hence no CSE, of their own;
    in training this also joins forward and backward);
-2. ``quantize`` of a tensor that is marked as float8 already folds to that (:mod:`passes.marked`);
+2. ``quantize`` of a tensor that is float8 already folds to that (:mod:`passes.marked`, :mod:`passes.stored`);
 3. the row-major and the transposed copy of one tensor become one two-output operator, which reads
    its source once, where both are made in the same half of the graph. A forward and a backward copy
    stay apart: joined, they would be made in the forward and the second one kept until the backward. For
@@ -29,6 +29,7 @@ from .elements import base_of, is_given
 from .marked import fold
 from .matmuls import FLOAT8_MATMULS
 from .rewrite import hoist
+from .stored import read_stored
 
 
 class Share:
@@ -43,6 +44,7 @@ class Share:
 
     def __call__(self, graph: fx.Graph) -> None:
         fold(graph)
+        read_stored(graph)
         _join_equal(graph)
         _join_layouts(graph, self.weights_at_once)
 

@@ -197,7 +197,7 @@ def _unfit(conversion: Convert) -> str:
         return "a weight of dynamic size"
     if gemm.n % ALIGNMENT or conversion.pad_k:
         return "needs padding"
-    if gemm.right.node.target in ops.MARKERS:
+    if gemm.right.node.target in ops.MARKERS or "weight" in conversion.as_stored:
         return "the weight is float8 already"
     if _is_written(gemm.right.node):
         return "an operator writes to the weight"

@@ -176,8 +176,8 @@ class Worth:
             rowwise=choice.spec.is_rowwise,
             rescale=choice.spec.scales_after_gemm,
             operands=(
-                self._planned_operand(gemm, gemm.left, m, k, contracted=1),
-                self._planned_operand(gemm, gemm.right, k, n, contracted=0),
+                self._planned_operand(choice, gemm.left, m, k, contracted=1),
+                self._planned_operand(choice, gemm.right, k, n, contracted=0),
             ),
             layer=gemm.layer,
             experts=gemm.experts,
@@ -185,8 +185,9 @@ class Worth:
         )
 
     def _planned_operand(
-        self, gemm: Gemm, operand: Operand, rows: int, columns: int, contracted: int
+        self, choice: Convert, operand: Operand, rows: int, columns: int, contracted: int
     ) -> PlannedOperand:
+        gemm = choice.gemm
         spec = self.recipe.operand(gemm.role, operand.kind)
         assert spec is not None  # the recipe guard has passed
         if operand.transposed:
@@ -201,7 +202,9 @@ class Worth:
             rowwise=spec.granularity == "rowwise",
             itemsize=operand.dtype.itemsize,
             amax_fused=operand.fused,
-            cached=operand.kind == "weight" and operand.node in self.cached,
+            # what is stored is copied where it is read as its transpose, which costs no more than the cast that it counts as
+            cached=(operand.kind == "weight" and operand.node in self.cached)
+            or (operand.kind in choice.as_stored and contracted != 0),
         )
 
 

@@ -134,7 +134,7 @@ def same_bits(got: Tensor, want: Tensor) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype and got.stride() == want.stride()
     nan = want.float().isnan()
     assert torch.equal(got.float().isnan(), nan)
-    words = {1: torch.uint8, 4: torch.int32}[want.itemsize]
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.itemsize]
     assert torch.equal(got.view(words)[~nan], want.view(words)[~nan])
 
 

@@ -1,0 +1,390 @@
+"""Tensors that a model keeps in float8: read as they are, by the scales they were stored with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import nn
+
+from f8fx.kernels import cast
+from tests.helpers import bf16, compiled, graph_after, randn, report_of, same_bits
+
+fp8, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALREADY = "weight in float8 already"
+
+
+def kept(*shape, dtype=fp8):
+    return randn(*shape, grad=False).to(dtype)
+
+
+def plain(x, w):
+    return F.linear(x, w.to(x.dtype))
+
+
+def scaled(x, w, s):
+    return F.linear(x, (w.to(torch.float32) * s).to(x.dtype))
+
+
+def divided(x, w, s):
+    return F.linear(x, (w.to(torch.float32) / s).to(x.dtype))
+
+
+class Layer(nn.Module):
+    """A frozen float8 weight, in one of these forms, and its scales, if any."""
+
+    def __init__(self, form, weight, *scales):
+        super().__init__()
+        self.form = form
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = nn.ParameterList(scales).requires_grad_(False)
+
+    def forward(self, x):
+        return self.form(x, self.weight, *self.scales)
+
+
+def read(x, w, s, recipe, form):
+    """The float8 matmul of a stored weight as it is, by definition."""
+    rowwise = recipe == "rowwise"
+    rows = x.flatten(0, -2)
+    scale = cast.scale(cast.amax(rows, 1 if rowwise else None), fp8, rowwise)
+    data = cast.quantize(rows, scale, fp8, 1 if rowwise else None, False, [1, 1])
+    inverse = 1 / scale
+    s = torch.ones(()) if s is None else s.float()
+    if form is divided:
+        s = 1 / s
+    if rowwise:
+        inverse, s = inverse.unsqueeze(1), s.expand(w.shape[0], 1).reshape(1, -1).contiguous()
+    else:
+        s = s.reshape(())
+    y = torch._scaled_mm(data, w.contiguous().t(), inverse, s, out_dtype=x.dtype, use_fast_accum=True)
+    return y.view(*x.shape[:-1], -1)
+
+
+class TestGraphs(TestCase):
+    def test_a_weight(self):
+        self.assertExpectedInline(
+            graph_after(plain, randn(16, 32, grad=False), kept(48, 32)),
+            """\
+arg0_1: e4m3[48,32]
+arg1_1: bf16[16,32]
+amax: f32[] = f8fx.amax(arg1_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(arg1_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+permute: e4m3[32,48] = permute(arg0_1, [1, 0])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, reciprocal, full, None, None, bf16, True)
+return [scaled_mm]""",
+        )
+
+    def test_a_weight_and_one_scale(self):
+        text = graph_after(scaled, randn(16, 32, grad=False), kept(48, 32), torch.tensor(2.0))
+        self.assertExpectedInline(
+            text,
+            """\
+arg0_1: e4m3[48,32]
+arg1_1: f32[]
+arg2_1: bf16[16,32]
+amax: f32[] = f8fx.amax(arg2_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(arg2_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+view: f32[] = view(arg1_1, [])
+permute: e4m3[32,48] = permute(arg0_1, [1, 0])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, reciprocal, view, None, None, bf16, True)
+return [scaled_mm]""",
+        )
+
+    def test_a_weight_and_a_scale_for_each_row(self):
+        s = torch.ones(48, 1)
+        text = graph_after(scaled, randn(16, 32, grad=False), kept(48, 32), s, recipe="rowwise")
+        self.assertExpectedInline(
+            text,
+            """\
+arg0_1: e4m3[48,32]
+arg1_1: f32[48,1]
+arg2_1: bf16[16,32]
+amax: f32[16] = f8fx.amax(arg2_1, 1)
+scale: f32[16] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
+quantize: e4m3[16,32] = f8fx.quantize(arg2_1, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal: f32[16] = reciprocal(scale)
+view: f32[48] = view(arg1_1, [48])
+permute: e4m3[32,48] = permute(arg0_1, [1, 0])
+as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
+as_strided_1: f32[1,48] = as_strided(view, [1, 48], [48, 1])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
+return [scaled_mm]""",
+        )
+
+    def test_forward_and_backward(self):
+        self.assertExpectedInline(
+            graph_after(plain, randn(16, 32), kept(48, 32)),
+            """\
+primals_1: e4m3[48,32]
+primals_2: bf16[16,32]
+tangents_1: bf16[16,48]
+amax: f32[] = f8fx.amax(primals_2, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(primals_2, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+full: f32[] = full([], 1.0, dtype=f32, device=cpu, pin_memory=False)
+permute: e4m3[32,48] = permute(primals_1, [1, 0])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, reciprocal, full, None, None, bf16, True)
+amax_1: f32[] = f8fx.amax(tangents_1, None)
+scale_1: f32[] = f8fx.scale(amax_1, dtype=e5m2, power_of_2=False)
+quantize_1: e5m2[16,48] = f8fx.quantize(tangents_1, scale_1, dtype=e5m2, transpose=False, align=[1, 1])
+reciprocal_1: f32[] = reciprocal(scale_1)
+relayout: e4m3[32,48] = f8fx.relayout(primals_1, transpose=True, align=[1, 1])
+permute_1: e4m3[48,32] = permute(relayout, [1, 0])
+scaled_mm_1: bf16[16,32] = _scaled_mm(quantize_1, permute_1, reciprocal_1, full, None, None, bf16, False)
+return [scaled_mm, None, scaled_mm_1]""",
+        )
+
+    def test_an_input_that_the_model_quantizes(self):
+        def f(x, w):
+            return F.linear(x.clamp(-448, 448).to(fp8).to(bf16) * 0.5, w)
+
+        x, w = randn(2, 16, 32, grad=False), randn(48, 32, grad=False)
+        self.assertExpectedInline(
+            graph_after(f, x, w),
+            """\
+arg0_1: bf16[2,16,32]
+arg1_1: bf16[48,32]
+convert_element_type: f32[2,16,32] = prims.convert_element_type(arg0_1, f32)
+clamp_min: f32[2,16,32] = clamp_min(convert_element_type, -448)
+clamp_max: f32[2,16,32] = clamp_max(clamp_min, 448)
+convert_element_type_1: bf16[2,16,32] = prims.convert_element_type(clamp_max, bf16)
+convert_element_type_2: e4m3[2,16,32] = prims.convert_element_type(convert_element_type_1, e4m3)
+full: f32[] = full([], 0.5, dtype=f32, device=cpu, pin_memory=False)
+view: e4m3[32,32] = view(convert_element_type_2, [32, 32])
+amax: f32[] = f8fx.amax(arg1_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[48,32] = f8fx.quantize(arg1_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+permute: e4m3[32,48] = permute(quantize, [1, 0])
+scaled_mm: bf16[32,48] = _scaled_mm(view, permute, full, reciprocal, None, None, bf16, True)
+view_1: bf16[2,16,48] = view(scaled_mm, [2, 16, 48])
+return [view_1]""",
+        )
+
+    def test_experts(self):
+        offsets = torch.tensor([16, 48], dtype=torch.int32)
+
+        def f(x, w):
+            return torch._grouped_mm(x, w.to(bf16).mT, offsets)
+
+        text = graph_after(f, randn(48, 32, grad=False), kept(2, 64, 32), recipe="rowwise", experts="convert")
+        self.assertExpectedInline(
+            text,
+            """\
+arg0_1: e4m3[2,64,32]
+arg1_1: bf16[48,32]
+arg2_1: i32[2]
+amax: f32[48] = f8fx.amax(arg1_1, 1)
+scale: f32[48] = f8fx.scale(amax, dtype=e4m3, power_of_2=True)
+quantize: e4m3[48,32] = f8fx.quantize(arg1_1, scale, dtype=e4m3, dim=1, transpose=False, align=[1, 1])
+reciprocal: f32[48] = reciprocal(scale)
+full: f32[128] = full([128], 1.0, dtype=f32, device=cpu, pin_memory=False)
+view: e4m3[128,32] = view(arg0_1, [128, 32])
+view_1: e4m3[2,64,32] = view(view, [2, 64, 32])
+view_2: f32[2,64] = view(full, [2, 64])
+permute: e4m3[2,32,64] = permute(view_1, [0, 2, 1])
+grouped_mm: bf16[48,64] = f8fx.grouped_mm(quantize, permute, reciprocal, view_2, arg2_1, dtype=bf16)
+return [grouped_mm]""",
+        )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    "form, scale",
+    [
+        (plain, None),
+        (scaled, torch.tensor(0.3)),
+        (scaled, torch.tensor([[3.0]], dtype=bf16)),
+        (divided, torch.tensor(0.3)),
+    ],
+    ids=["as_it_is", "one_scale", "one_scale_in_bf16", "divided"],
+)
+def test_is_read_as_it_is(recipe, form, scale):
+    x, w = randn(2, 16, 32, grad=False), kept(48, 32)
+    layer = Layer(form, w, *(() if scale is None else (scale,)))
+    same_bits(compiled(layer, recipe=recipe)(x), read(x, w, scale, recipe, form))
+    assert [d.detail for d in report_of(layer, x, recipe=recipe).decisions] == [ALREADY]
+
+
+def test_each_row_by_its_scale():
+    x, w, s = randn(16, 32, grad=False), kept(48, 32), torch.linspace(-2, 3, 48).unsqueeze(1)
+    for form in (scaled, divided):
+        same_bits(compiled(form, recipe="rowwise")(x, w, s), read(x, w, s, "rowwise", form))
+
+
+def test_stored_transposed_costs_no_copy():
+    """As some checkpoints are, and as ``w.t()`` of a weight that was saved for another product."""
+
+    def f(x, w):
+        return x @ w.to(x.dtype)
+
+    x, w = randn(16, 32, grad=False), kept(48, 32).t()
+    assert "relayout" not in graph_after(f, x, w)
+    same_bits(compiled(f)(x, w), read(x, w.t(), None, "tensorwise", plain))
+
+
+def test_a_copy_where_the_gemm_reads_another_layout():
+    def f(x, w):
+        return x @ w.to(x.dtype)
+
+    x, w = randn(16, 32, grad=False), kept(32, 48)
+    assert graph_after(f, x, w).count("f8fx.relayout") == 1
+    same_bits(compiled(f)(x, w), read(x, w.t(), None, "tensorwise", plain))
+
+
+def test_a_part_that_does_not_begin_where_gemms_can_read_is_copied():
+    def part(start):
+        return lambda x, w: F.linear(x, w[start * 32 : start * 32 + 48 * 32].view(48, 32).to(x.dtype))
+
+    def shifted(x, w):
+        return F.linear(x, w[3 : 3 + 48 * 32].view(48, 32).to(x.dtype))
+
+    x, w = randn(16, 32, grad=False), kept(64 * 32)
+    assert "relayout" not in graph_after(part(2), x, w)
+    assert "relayout" in graph_after(shifted, x, w)
+    same_bits(compiled(shifted)(x, w), read(x, w[3 : 3 + 48 * 32].view(48, 32), None, "tensorwise", plain))
+
+
+def test_odd_sizes_are_padded():
+    x, w = randn(16, 40, grad=False), kept(50, 40)
+    want = read(F.pad(x, (0, 8)), F.pad(w.to(bf16), (0, 8, 0, 14)).to(fp8), None, "tensorwise", plain)
+    same_bits(compiled(plain)(x, w), want[:, :50].contiguous())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_gradients(recipe):
+    """That of the input is computed with what is stored; a frozen weight has none."""
+    x, w, grad = randn(16, 32), kept(48, 32), randn(16, 48, grad=False, seed=1)
+    compiled(plain, recipe=recipe)(x, w).backward(grad)
+    dtype, dim = (fp8, 1) if recipe == "rowwise" else (e5m2, None)
+    scale = cast.scale(cast.amax(grad, dim), dtype, recipe == "rowwise")
+    data = cast.quantize(grad, scale, dtype, dim, False, [1, 1])
+    if recipe == "rowwise":  # its scales are applied to the rounded product
+        product = torch._scaled_mm(
+            data, w.t().contiguous().t(), torch.ones(()), torch.ones(()), out_dtype=bf16
+        )
+        want = (product.float() * (1 / scale).unsqueeze(1)).to(bf16)
+    else:
+        want = torch._scaled_mm(data, w.t().contiguous().t(), 1 / scale, torch.ones(()), out_dtype=bf16)
+    same_bits(x.grad, want)
+
+
+def test_the_gradient_of_the_input_needs_scales_along_the_other_dimension():
+    x, w, s = randn(16, 32), kept(48, 32), torch.linspace(1, 3, 48).unsqueeze(1)
+    report = report_of(Layer(scaled, w, s), x, recipe="rowwise")
+    assert {d.role: d.detail for d in report.decisions} == {"output": ALREADY, "grad_input": ""}
+
+
+class Experts(nn.Module):
+    """A matrix for each expert, stored with scales of the given shape."""
+
+    def __init__(self, scales):
+        super().__init__()
+        self.weight = nn.Parameter(kept(2, 64, 32), requires_grad=False)
+        self.register_buffer("scales", torch.linspace(1, 2, scales.numel()).view(scales))
+        self.offsets = torch.tensor([16, 48], dtype=torch.int32)
+
+    def forward(self, x):
+        weight = (self.weight.to(torch.float32) * self.scales).to(x.dtype)
+        return torch._grouped_mm(x, weight.mT, self.offsets)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 1, 1), (2, 64, 1)], ids=str)
+def test_experts_by_their_scales(sizes):
+    model, x = Experts(torch.Size(sizes)), randn(48, 32, grad=False)
+    options = {"recipe": "rowwise", "experts": "convert"}
+    got = compiled(model, **options)(x)
+    scales = model.scales.expand(2, 64, 1)
+    for expert, rows in enumerate((slice(0, 16), slice(16, 48))):
+        want = read(x[rows], model.weight[expert], scales[expert], "rowwise", scaled)
+        torch.testing.assert_close(got[rows], want)
+    assert [d.detail for d in report_of(model, x, **options).decisions] == [ALREADY]
+
+
+def test_layers_of_one_input_are_read_apart():
+    """Joined, they would have to be quantized."""
+
+    def f(x, a, b):
+        return plain(x, a), plain(x, b)
+
+    report = report_of(f, randn(16, 32, grad=False), kept(48, 32), kept(64, 32))
+    assert [d.detail for d in report.decisions] == [ALREADY] * 2
+    assert [m.reason for m in report.merges if not m.merged] == ["the weight is float8 already"]
+
+
+def test_what_it_does_not_cost_counts():
+    """A layer too small to pay for the cast of its weight pays where there is none."""
+    x = randn(4096, 1024, grad=False)
+    high = report_of(F.linear, x, randn(1024, 1024, grad=False), select="auto", target="h100")
+    stored = report_of(plain, x, kept(1024, 1024), select="auto", target="h100")
+    assert stored.decisions[0].speedup > high.decisions[0].speedup
+
+
+def test_an_activation_with_a_scale_for_each_row():
+    def f(x, s, w):
+        return F.linear((x.to(torch.float32) * s).to(bf16), w)
+
+    x, s, w = kept(2, 16, 32), torch.rand(2, 16, 1) + 1, randn(48, 32, grad=False)
+    got = compiled(f, recipe="rowwise", dynamic=True)(x, s, w)
+    scale = cast.scale(cast.amax(w, 1), fp8, True)
+    data = cast.quantize(w, scale, fp8, 1, False, [1, 1])
+    want = torch._scaled_mm(
+        x.view(32, 32), data.t(), s.view(32, 1), (1 / scale).view(1, 48), out_dtype=bf16, use_fast_accum=True
+    )
+    same_bits(got, want.view(2, 16, 48))
+    report = report_of(f, x, s, w, recipe="rowwise")
+    assert [d.detail for d in report.decisions] == ["input in float8 already"]
+
+
+def blocks(x, w, s):
+    return F.linear(x, (w.float() * s.repeat_interleave(16, 0).repeat_interleave(16, 1)).to(x.dtype))
+
+
+def shifted_by_one(x, w):
+    return F.linear(x, w.to(x.dtype) + 1)
+
+
+def by_an_integer_tensor(x, w, s):
+    return F.linear(x, w.to(x.dtype) * s)
+
+
+def strided(x, w):
+    return F.linear(x, w.to(x.dtype)[:, ::2])
+
+
+@pytest.mark.parametrize(
+    "form, sizes, scale, recipe",
+    [
+        (blocks, (48, 32), torch.ones(3, 2), "rowwise"),
+        (scaled, (48, 32), torch.ones(48, 1), "tensorwise"),
+        (scaled, (48, 32), torch.ones(1, 32), "rowwise"),
+        (scaled, (48, 32), torch.ones(48, 32), "rowwise"),
+        (shifted_by_one, (48, 32), None, "tensorwise"),
+        (by_an_integer_tensor, (48, 32), torch.tensor(2), "tensorwise"),
+        (strided, (48, 64), None, "tensorwise"),
+    ],
+    ids=["blocks", "rows_of_tensorwise", "columns", "elements", "sum", "integer", "every_other_column"],
+)
+def test_is_quantized(form, sizes, scale, recipe):
+    args = (randn(16, 32, grad=False), kept(*sizes), *(() if scale is None else (scale,)))
+    assert [d.detail for d in report_of(form, *args, recipe=recipe).decisions] == [""]
+    text = graph_after(form, *args, recipe=recipe)
+    assert text.count("= f8fx.quantize(") == 2
+
+
+def test_another_float8_type_is_quantized():
+    args = randn(16, 32, grad=False), kept(48, 32, dtype=e5m2)
+    assert graph_after(plain, *args).count("= f8fx.quantize(") == 2
+
+
+def test_what_is_left_stays_as_it_was():
+    text = graph_after(plain, randn(16, 32, grad=False), kept(48, 32), filter_fn=lambda fqn, gemm: False)
+    assert "f8fx" not in text and "convert_element_type" in text
