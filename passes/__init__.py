@@ -43,7 +43,7 @@ from f8fx.report import Decision, GraphReport
 from . import halves
 from .amax_both import AmaxBoth
 from .amaxes import Amaxes
-from .backward import backward_nodes
+from .backward import has_backward
 from .bias import biases_in_gemms
 from .check import Known, check, signature
 from .choice import EMPTY, Choice, Convert, Skip, decision
@@ -167,7 +167,7 @@ class Pipeline:
 
         A graph in which nothing is converted is left exactly as it was.
         """
-        report = GraphReport(self.recipe.name, training=bool(backward_nodes(graph)))
+        report = GraphReport(self.recipe.name, training=has_backward(graph))
         outputs = signature(graph) if self.debug else None
         halves.mark(graph)
         known: Known = {}
@@ -262,7 +262,7 @@ class Pipeline:
             *(Skip(unmatched, unmatched.reason) for unmatched in found.unmatched),
         ]
         skips.sort(key=lambda skip: skip.gemm.node)
-        report = GraphReport(self.recipe.name, training=bool(backward_nodes(graph)))
+        report = GraphReport(self.recipe.name, training=has_backward(graph))
         report.decisions = [decision(skip) for skip in skips]
         report.target = _target_name(self.select, found)
         return report

@@ -20,10 +20,21 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     return found or {node for node in graph.nodes if node.meta.get("autograd_backward")}
 
 
+def has_backward(graph: fx.Graph) -> bool:
+    """Whether any node computes gradients."""
+    return bool(_tangents(graph)) or any(node.meta.get("autograd_backward") for node in graph.nodes)
+
+
 def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that depend on a tangent; none in an inference graph, or one that holds the loss."""
-    backward: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or any(source in backward for source in node.all_input_nodes):
-            backward.add(node)
+    todo = _tangents(graph)
+    backward = set(todo)
+    while todo:
+        found = [user for user in todo.pop().users if user not in backward]
+        backward.update(found)
+        todo += found
     return backward
+
+
+def _tangents(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.find_nodes(op="placeholder") if is_tangent(node)]

@@ -65,7 +65,7 @@ def set_value_by_layout(node: fx.Node) -> None:
     layout 10 (torch 2.13), and a deep model asks for the same layouts again and again. Only operators
     with one tensor as their result are remembered, new or a view of their only input, and only for static sizes.
     """
-    key = _result_key(node)
+    key = result_key(node)
     if key is None:
         set_value(node)
         return
@@ -99,8 +99,8 @@ def _result_of(value: Any, source: torch.Tensor | None) -> _Result | None:
     return _Result(layout, offset)
 
 
-def _result_key(node: fx.Node) -> Hashable | None:
-    """Equal for calls that give tensors of one layout; ``None`` where that is not known."""
+def result_key(node: fx.Node) -> Hashable | None:
+    """Equal for calls that give tensors of one layout, in the same place of their inputs' memory if views; ``None`` where that is not known."""
     sources = node.all_input_nodes
     if not sources or not _makes_one_tensor(node.target):
         return None

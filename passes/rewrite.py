@@ -79,7 +79,9 @@ class Inserter:
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """The new node ``target(*args, **kwargs)``."""
         with self.graph.inserting_before(self.anchor):
-            node = self.graph.create_node("call_function", target, args, kwargs, _name(target))
+            node = self.graph.create_node("call_function", target, name=_name(target))
+        # not above: torch 2.13 looks for symbols in every argument there, which takes longer than all else
+        node.args, node.kwargs = args, kwargs
         for key in self.keys:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]

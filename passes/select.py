@@ -22,7 +22,7 @@ from f8fx.hardware import ALIGNMENT, Hardware
 from f8fx.lacks import lacks, lacks_grouped, not_grouped
 from f8fx.recipe import HIGH_DTYPES, Recipe
 from f8fx.report import NO_TENSOR_CORES, GemmInfo, dtype_name
-from f8fx.torch_private import size_hint, statically_true
+from f8fx.torch_private import overwritten_inputs, size_hint, statically_true
 
 from .choice import EMPTY, KEPT_BY_RECIPE, Choice, Convert, Skip
 from .find import Found
@@ -95,10 +95,11 @@ class Select:
         uneven = {
             gemm.layer for gemm in found.gemms if is_uneven(gemm.left.node) or is_uneven(gemm.right.node)
         }
+        overwritten = frozenset(overwritten_inputs(found.gemms[0].node.graph) if found.gemms else ())
         choices = [
             Skip(gemm, UNEVEN, "ranks would decide differently by their sizes")
             if gemm.layer in uneven
-            else self._legal(gemm)
+            else self._legal(gemm, overwritten)
             for gemm in found.gemms
         ]
         worth = Worth(self.recipe, self.model_of, cached)
@@ -125,7 +126,7 @@ class Select:
 
     # -- what is legal
 
-    def _legal(self, gemm: Gemm) -> Choice:
+    def _legal(self, gemm: Gemm, overwritten: Collection[fx.Node]) -> Choice:
         for guard in (
             self._recipe_guard,
             self._hardware_guard,
@@ -139,17 +140,20 @@ class Select:
         spec = self.recipe.gemm(gemm.role)
         assert spec is not None  # by the recipe guard
         hardware = self.hardware_of(gemm.device)
-        operands = (gemm.left, gemm.right)
-        dtypes = [hardware.float8_dtypes[self._operand_spec(gemm, operand).dtype] for operand in operands]
+        dtypes = {
+            operand.kind: hardware.float8_dtypes[self._operand_spec(gemm, operand).dtype]
+            for operand in (gemm.left, gemm.right)
+        }
         as_stored = (
             operand.kind
-            for operand, dtype in zip(operands, dtypes, strict=True)
-            if of_operand(operand, operand is gemm.left, dtype, spec.is_rowwise)
+            for operand in (gemm.left, gemm.right)
+            if of_operand(operand, operand is gemm.left, dtypes[operand.kind], spec.is_rowwise, overwritten)
         )
         return Convert(
             gemm,
             spec,
-            *dtypes,
+            dtypes[gemm.left.kind],
+            dtypes[gemm.right.kind],
             pad_k=not is_aligned(gemm.k),
             pad_n=not is_aligned(gemm.n),
             as_stored=tuple(as_stored),

@@ -17,16 +17,15 @@ from torch import fx
 from f8fx import ops
 from f8fx.hardware import ALIGNMENT
 from f8fx.recipe import Role
-from f8fx.torch_private import stands_for_write
 
 from .bias import settled
 from .choice import KEPT_BY_RECIPE, Choice, Convert
-from .elements import KEEP_VALUES, is_view
 from .family import GRADIENTS, Apart, Family, apart, family_of
 from .gemm import Gemm, Unmatched
 from .lifetimes import Members
 from .origins import is_gathered
 from .sizes import shape_of
+from .written import is_written
 
 aten = torch.ops.aten
 
@@ -199,28 +198,9 @@ def _unfit(conversion: Convert) -> str:
         return "needs padding"
     if gemm.right.node.target in ops.MARKERS or "weight" in conversion.as_stored:
         return "the weight is float8 already"
-    if _is_written(gemm.right.node):
+    if is_written(gemm.right.node):
         return "an operator writes to the weight"
     return "the weight is gathered in the graph" if is_gathered(gemm.right.node) else ""
-
-
-def _is_written(weight: fx.Node) -> bool:
-    """Whether an operator writes to what a weight is, or is moved or cast of.
-
-    It must not before the parts of the joined weight have been read, which Inductor of torch 2.13 does not make sure of.
-    """
-    while weight.target in KEEP_VALUES:
-        if _is_written_through(weight):
-            return True
-        weight = weight.all_input_nodes[0]
-    return _is_written_through(weight)
-
-
-def _is_written_through(value: fx.Node) -> bool:
-    """Whether an operator writes to a value, or to a view of it."""
-    return any(
-        stands_for_write(user, value) or (is_view(user) and _is_written_through(user)) for user in value.users
-    )
 
 
 def _alone(

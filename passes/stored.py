@@ -10,7 +10,7 @@ The gemm computes with the numbers as they are stored, where the model multiplie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.hardware import ALIGNMENT
+from f8fx.torch_private import overwritten_inputs
 
 from .elements import CASTS, SAME_ORDER, stays_on_device
 from .experts import stacked
@@ -25,6 +26,7 @@ from .gemm import Operand
 from .marked import below_each_other, relaid, where_it_is_read
 from .rewrite import Inserter, erase_unused
 from .sizes import is_same, is_same_shape, shape_of
+from .written import keeps_its_values
 
 aten = torch.ops.aten
 
@@ -116,8 +118,12 @@ class Stored:
         return shape_of(self.matrix)[0] * other  # of experts all sizes are numbers
 
 
-def stored(matrix: fx.Node) -> Stored | None:
-    """What a matrix in high precision is made from, if that is float8."""
+def stored(matrix: fx.Node, overwritten: Collection[fx.Node]) -> Stored | None:
+    """What a matrix in high precision is made from, if that is float8.
+
+    Args:
+        overwritten: inputs of the graph that get new values: the cast is what keeps those they have now.
+    """
     views: list[fx.Node] = []
     node = matrix
     while node.op == "call_function" and node.target in SAME_ORDER:
@@ -137,12 +143,17 @@ def stored(matrix: fx.Node) -> Stored | None:
         return None
     if isinstance(scale, fx.Node) and not _is_scale(scale, data):
         return None
+    tensors = (data, scale) if isinstance(scale, fx.Node) else (data,)
+    if not all(keeps_its_values(tensor, overwritten) for tensor in tensors):
+        return None
     return Stored(matrix, data, tuple(views), scale, product.target is aten.div.Tensor)
 
 
-def of_operand(operand: Operand, is_left: bool, dtype: torch.dtype, rowwise: bool) -> Stored | None:
+def of_operand(
+    operand: Operand, is_left: bool, dtype: torch.dtype, rowwise: bool, overwritten: Collection[fx.Node]
+) -> Stored | None:
     """What a float8 gemm can read of an operand as it is."""
-    found = stored(operand.node)
+    found = stored(operand.node, overwritten)
     # the dimension that the gemm contracts, of the tensor that the operand is or is the transpose of
     dim = (-2 if operand.transposed == is_left else -1) if rowwise else None
     return found if found is not None and found.serves(dtype, dim) else None
@@ -150,13 +161,14 @@ def of_operand(operand: Operand, is_left: bool, dtype: torch.dtype, rowwise: boo
 
 def read_stored(graph: fx.Graph) -> None:
     """Replaces every ``quantize`` of what is float8 already, and its scale, in place."""
+    overwritten = frozenset(overwritten_inputs(graph))
     for node in list(graph.nodes):
         if node.op != "call_function" or "f8fx" not in node.meta or node.target is not ops.quantize:
             continue
         source, scale = node.args[:2]
         assert isinstance(source, fx.Node) and isinstance(scale, fx.Node)
         stack = stacked(source)
-        found = stored(stack[0] if stack else source)
+        found = stored(stack[0] if stack else source, overwritten)
         dim: int | None = None
         if node.kwargs["dim"] is not None:
             dim = (stack[1] - 3) if stack else node.kwargs["dim"] - 2  # type: ignore[operator]

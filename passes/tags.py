@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8fx import ops
 from f8fx.torch_private import overwritten_inputs
 
-from .backward import backward_nodes
+from .backward import has_backward
 from .elements import readers_of_memory
 from .rewrite import RECOMPUTED
 
@@ -48,7 +48,7 @@ class Tags:
 def _keep_computed_from_overwritten(graph: fx.Graph) -> set[fx.Node]:
     kept: set[fx.Node] = set()
     overwritten = overwritten_inputs(graph)
-    if not overwritten or not backward_nodes(graph):
+    if not overwritten or not has_backward(graph):
         return kept
     for source in overwritten:
         for reader in readers_of_memory(source):

@@ -12,7 +12,7 @@ import torch._dynamo
 import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
-import torch.distributed.tensor.parallel  # noqa: F401
+import torch.distributed.tensor.parallel
 
 import f8fx.backend
 import f8fx.fsdp  # noqa: F401

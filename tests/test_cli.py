@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from f8fx.cli import main
+from tests.processes import printed_by
 
 Capture = pytest.CaptureFixture[str]
 
@@ -58,13 +58,9 @@ def test_doctor_prints_for_people_and_for_programs(capsys: Capture):
     assert json.loads(capsys.readouterr().out)["versions"]["torch"] == str(torch.__version__)
 
 
-def test_python_m_f8fx_is_the_same_command_line():
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "f8fx", "doctor", "--json"], cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["devices"]
+def test_python_m_f8fx_is_the_same_command_line(tmp_path: Path):
+    code = "import runpy; runpy.run_module('f8fx', run_name='__main__', alter_sys=True)"
+    assert json.loads(printed_by(code, "doctor", "--json", caches=tmp_path))["devices"]
 
 
 # -- demo -----------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def assigned(state, x):
     state[8:24] = x * 9
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.long), "rowwise"])
 @pytest.mark.parametrize("write", [assigned, overwrite], ids=["assigned", "operator"])
 def test_a_merged_weight_that_is_overwritten_later(write, recipe):
     """Parts of the joined weight are read where they lie, but as they were."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -681,6 +684,40 @@ def test_copies_go_when_a_parameter_moves_to_another_device():
     model.second.weight.data = kept_data = torch.ones_like(model.second.weight)
     assert kept() is not None and kept_data.device == x.device
     assert torch.equal(infer(f8, x), uncached(model, x))
+
+
+def test_copies_go_when_the_memory_of_a_parameter_is_freed():
+    """As trainers do that keep weights elsewhere meanwhile."""
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    freed = weakref.ref(next(iter(copies_of(model.first.weight).tensors.values())))
+    data = model.first.weight.data
+    model.first.weight.data = torch.empty(0, dtype=bf16)
+    assert freed() is None
+    model.first.weight.data = data
+    assert torch.equal(infer(f8, x), uncached(model, x))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_process_that_is_forked_meanwhile_can_go_on():
+    """A loader's workers, while a thread casts weights."""
+    held = threading.Event()
+
+    def hold():
+        with weight_watch.LOCK:
+            held.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        os._exit(not weight_watch.LOCK.acquire(timeout=5))
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert weight_watch.LOCK.acquire(timeout=5)  # nor does this one hold it still
+    weight_watch.LOCK.release()
 
 
 def test_state_dict_pickles_and_copies_know_nothing_of_it():

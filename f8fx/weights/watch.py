@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -110,12 +111,12 @@ class Watch:
     def was_set(self, value: Tensor) -> None:
         """Notes that ``.data`` was set to a tensor, which from then on shares the parameter's memory.
 
-        On another device (``.to()``) copies would hold memory that was to be freed, and serve nobody: their address
-        is of no use there.
+        On another device (``.to()``), or of none that has elements, copies would hold memory that was to be freed, and serve
+        nobody: their address is of no use there.
         """
         self.changed()
         with LOCK:
-            if self._has_copies_beside(value.device):
+            if not value.numel() or self._has_copies_beside(value.device):
                 self.drop()
         memory = memory_of(value)
         first = self.sources[:1] if memory is not None and memory == self.source_memory else ()
@@ -124,6 +125,10 @@ class Watch:
 
 
 LOCK = threading.RLock()
+if hasattr(
+    os, "register_at_fork"
+):  # of a process that is forked while another thread holds it, nobody would let it go
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 WATCHES: dict[int, Watch] = {}
 #: of graphs, what they were given last
 LAST_CALLS: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -54,6 +54,14 @@ def test_missing_value():
     assert "no fake value" in broken(damage)
 
 
+def test_value_of_a_call_that_was_right_before():
+    def damage(graph):
+        node = first(graph, ops.quantize)
+        node.meta["val"] = node.meta["val"].t()
+
+    assert "recorded as" in broken(damage)
+
+
 def test_value_that_the_inputs_do_not_give():
     def damage(graph):
         node = first(graph, ops.quantize)

@@ -9,7 +9,8 @@ from expecttest import TestCase
 from torch import nn
 
 from f8fx.kernels import cast
-from tests.helpers import bf16, compiled, graph_after, randn, report_of, same_bits
+from f8fx.report import recording
+from tests.helpers import bf16, compiled, graph_after, randn, report_of, same_bits, sqnr
 
 fp8, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALREADY = "weight in float8 already"
@@ -383,6 +384,44 @@ def test_is_quantized(form, sizes, scale, recipe):
 def test_another_float8_type_is_quantized():
     args = randn(16, 32, grad=False), kept(48, 32, dtype=e5m2)
     assert graph_after(plain, *args).count("= f8fx.quantize(") == 2
+
+
+class Replaced(nn.Module):
+    """A float8 weight that gets other values when it has been read."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("weight", kept(48, 32))
+
+    def forward(self, x):
+        y = F.linear(x, self.weight.to(x.dtype))
+        self.write(self.weight, x)
+        return y + 1
+
+
+@torch.library.custom_op("f8fx_tests::replace", mutates_args={"weight"})
+def replace(weight: torch.Tensor, x: torch.Tensor) -> None:
+    weight.copy_(weight.to(torch.float32) * 2)
+
+
+def assigned(weight, x):
+    weight.copy_(weight.to(torch.float32) * 2)
+
+
+@pytest.mark.parametrize("write", [assigned, replace], ids=["assigned", "operator"])
+def test_a_weight_that_gets_other_values_is_quantized(write):
+    """Forward and backward read it as it was."""
+    x, model = randn(16, 32), Replaced(write)
+    want = F.linear(x, model.weight.to(bf16)) + 1
+    with recording() as reports:
+        got = compiled(model)(x)
+    assert [d.detail for d in reports[0].decisions if d.role == "output"] == [""]
+    assert sqnr(want.detach(), got.detach()) > 20
+    grad = randn(16, 48, grad=False, seed=1)
+    (wanted,) = torch.autograd.grad(want, x, grad)
+    (found,) = torch.autograd.grad(got, x, grad)
+    assert sqnr(wanted, found) > 15
 
 
 def test_what_is_left_stays_as_it_was():
