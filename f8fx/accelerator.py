@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -81,6 +82,10 @@ class Hardware:
         188063 would add Blackwell). On a CPU f8fx has a definition of its own (:mod:`kernels.grouped`).
         """
         return self.capability in ((9, 0), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the table's are views of dicts, which cannot be pickled
+        return {**vars(self), "float8_dtypes": dict(self.float8_dtypes), "sources": dict(self.sources)}
 
     def __hash__(self) -> int:
         return hash((self.name, self.capability, self.granularities))

@@ -105,6 +105,12 @@ class Options:
     verbose: bool = False
     debug: bool = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "inductor": dict(self.inductor)}  # a view of a dict cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, inductor=MappingProxyType(state["inductor"]))
+
     @staticmethod
     def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
         """Checks what ``torch.compile`` was given.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -20,6 +22,14 @@ def test_defaults():
     assert options == Options()
     assert (options.recipe.name, options.select, options.pad) == ("tensorwise", "auto", "auto")
     assert (options.strict, options.executor, options.target) == (False, "inductor", None)
+
+
+def test_options_travel_to_other_processes():
+    options = Options.parse({"recipe": "rowwise", "target": "h100"}, "max-autotune")
+    again = pickle.loads(pickle.dumps(options))
+    assert again == options == copy.deepcopy(options) and again.inductor["max_autotune"]
+    with pytest.raises(TypeError):
+        again.inductor["max_autotune"] = False
 
 
 def test_a_target_may_be_data():
