@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -133,15 +134,15 @@ def stored(matrix: fx.Node, overwritten: Collection[fx.Node]) -> Stored | None:
     scale: fx.Node | float | None = None
     data = product
     if product.target in _SCALED:
-        factors = [_uncast(factor) if isinstance(factor, fx.Node) else factor for factor in product.args[:2]]
-        if product.target is aten.mul.Tensor and not _is_float8(factors[0]):
-            factors.reverse()
-        data, scale = factors  # type: ignore[assignment]
+        first, second = product.args[:2]
+        if product.target is aten.mul.Tensor and not _is_float8(_uncast(first)):
+            first, second = second, first
+        data, scale = _uncast(first), second  # the scale as the model rounds it
     if not _is_float8(data) or not is_same_shape(shape_of(data), shape_of(product)):
         return None
     if views and not data.meta["val"].is_contiguous():
         return None
-    if isinstance(scale, fx.Node) and not _is_scale(scale, data):
+    if scale is not None and not _is_scale(scale, data):
         return None
     tensors = (data, scale) if isinstance(scale, fx.Node) else (data,)
     if not all(keeps_its_values(tensor, overwritten) for tensor in tensors):
@@ -221,10 +222,15 @@ def _is_aligned(value: torch.Tensor) -> bool:
     return isinstance(offset, int) and offset % ALIGNMENT == 0
 
 
-def _uncast(node: fx.Node) -> fx.Node:
-    """What a tensor is a cast of, without a rounding if that is float8."""
-    while node.target in CASTS and node.meta["val"].dtype in _WIDER and stays_on_device(node):
-        node = node.args[0]  # type: ignore[assignment]
+def _uncast(node: Any) -> Any:
+    """What a tensor is a cast of, without a rounding if that is float8; other arguments as they are."""
+    while (
+        isinstance(node, fx.Node)
+        and node.target in CASTS
+        and node.meta["val"].dtype in _WIDER
+        and stays_on_device(node)
+    ):
+        node = node.args[0]
     return node
 
 
@@ -236,8 +242,10 @@ def _is_float8(value: object) -> bool:
     )
 
 
-def _is_scale(scale: fx.Node, data: fx.Node) -> bool:
-    """Whether a factor can be multiplied in by a gemm: a tensor of floats beside the data."""
+def _is_scale(scale: Any, data: fx.Node) -> bool:
+    """Whether a factor can be multiplied in by a gemm: a number, or a tensor of floats beside the data."""
+    if not isinstance(scale, fx.Node):
+        return isinstance(scale, (int, float))
     value = scale.meta.get("val")
     return (
         isinstance(value, torch.Tensor)

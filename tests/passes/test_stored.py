@@ -215,6 +215,14 @@ def test_is_read_as_it_is(recipe, form, scale):
     assert [d.detail for d in report_of(layer, x, recipe=recipe).decisions] == [ALREADY]
 
 
+def test_a_scale_is_what_the_model_rounds_it_to():
+    def f(x, w, s):
+        return F.linear(x, w.to(bf16) * s.to(bf16))
+
+    x, w, s = randn(16, 32, grad=False), kept(48, 32), torch.tensor(0.3)
+    same_bits(compiled(f)(x, w, s), read(x, w, s.to(bf16), "tensorwise", scaled))
+
+
 def test_each_row_by_its_scale():
     x, w, s = randn(16, 32, grad=False), kept(48, 32), torch.linspace(-2, 3, 48).unsqueeze(1)
     for form in (scaled, divided):
