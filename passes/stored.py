@@ -138,7 +138,7 @@ def stored(matrix: fx.Node, overwritten: Collection[fx.Node]) -> Stored | None:
         if product.target is aten.mul.Tensor and not _is_float8(_uncast(first)):
             first, second = second, first
         data, scale = _uncast(first), second  # the scale as the model rounds it
-    if not _is_float8(data) or not is_same_shape(shape_of(data), shape_of(product)):
+    if _is_float8(matrix) or not _is_float8(data) or not is_same_shape(shape_of(data), shape_of(product)):
         return None
     if views and not data.meta["val"].is_contiguous():
         return None
