@@ -336,6 +336,39 @@ def test_fast_saves_the_transposed_weights_more(module, recipe):
     assert abs(fast - lean - (weights_of(module) if recipe == "tensorwise" else 0)) <= 8  # a scale
 
 
+class StoredInFloat8(nn.Module):
+    """A weight that is cast up where it is read, with a scale for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(1024)
+        self.weight = nn.Parameter(torch.empty(2048, 1024, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.scale = nn.Parameter(torch.empty(2048, 1), requires_grad=False)
+
+    def forward(self, x):
+        weight = self.weight.to(torch.float32) * self.scale
+        return F.linear(self.norm(x), weight.to(x.dtype))
+
+
+def test_a_weight_that_is_float8_is_read_by_its_gemm_alone():
+    with torch.device("meta"), torch.no_grad():
+        model, x = StoredInFloat8(), torch.empty(512, 1024, dtype=bf16)
+        (graph,), _ = codegen.halves(model, x, recipe="rowwise")
+    with codegen.h100():
+        half = codegen.generate(graph, is_backward=False, is_inference=True)
+    names = {
+        tuple(node.meta["val"].shape): node.name
+        for node in graph.graph.find_nodes(op="placeholder")
+        if "val" in node.meta
+    }
+    (gemm,) = re.findall(r"^ +extern_kernels\._scaled_mm\((.*)\)$", half.code, re.M)
+    kernels = re.findall(r"^ +(triton_\w+)\.run\((.*?), stream=", half.code, re.M)
+    assert len(kernels) == 1  # the norm, and the cast of its result
+    for shape in ((2048, 1024), (2048, 1)):
+        assert names[shape] in gemm
+        assert not any(names[shape] in arguments.split(", ") for _, arguments in kernels)
+
+
 def test_a_graph_in_which_nothing_was_converted_is_compiled_as_by_plain_inductor():
     plain = generated(Matmuls, (512, 256), float8=False)
     skipped = generated(Matmuls, (512, 256), only_fqns=["none"])
