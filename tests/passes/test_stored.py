@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from f8fx.kernels import cast
@@ -227,6 +229,49 @@ def test_each_row_by_its_scale():
     x, w, s = randn(16, 32, grad=False), kept(48, 32), torch.linspace(-2, 3, 48).unsqueeze(1)
     for form in (scaled, divided):
         same_bits(compiled(form, recipe="rowwise")(x, w, s), read(x, w, s, "rowwise", form))
+
+
+def _laid_out(weight, layout):
+    """The weight in other memory: as it is, as its transpose, or as a part of a larger one."""
+    if layout == "transposed":
+        return weight.t().contiguous().t()
+    if layout == "part":
+        whole = torch.cat([kept(16, weight.shape[1]), weight, kept(16, weight.shape[1])])
+        return whole[16 : 16 + len(weight)]
+    return weight
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.tuples(*(st.integers(1, 4).map(lambda n: 16 * n) for _ in range(2))),
+    batch=st.sampled_from([(1,), (7,), (2, 3), (2, 3, 4)]),
+    layout=st.sampled_from(["rows", "transposed", "part"]),
+    scale=st.sampled_from([None, (), (1,), (1, 1), "rows"]),
+    dtype=st.sampled_from([torch.float32, bf16, torch.float16]),
+    form=st.sampled_from([scaled, divided]),
+    recipe=st.sampled_from(["tensorwise", "rowwise"]),
+)
+def test_any_stored_weight(sizes, batch, layout, scale, dtype, form, recipe):
+    (n, k), s = sizes, None
+    w, x = kept(n, k), randn(*batch, k, grad=False, seed=1)
+    if scale is not None:
+        s = (
+            torch.rand((n, 1) if scale == "rows" else scale, generator=torch.Generator().manual_seed(2)) + 0.5
+        ).to(dtype)
+    layer = Layer(form if s is not None else plain, _laid_out(w, layout), *(() if s is None else (s,)))
+    (report,), y = recorded(compiled(layer, recipe=recipe), x)
+    if scale == "rows" and recipe == "tensorwise" and n > 1:
+        assert [d.detail for d in report.decisions] == [""] and sqnr(layer(x), y) > 15
+    else:
+        assert [d.detail for d in report.decisions] == [ALREADY]
+        same_bits(y, read(x, w, s, recipe, layer.form))
+
+
+def recorded(function, *args):
+    """The reports on what is compiled by a call, and what it returns."""
+    with recording() as reports, torch.no_grad():
+        result = function(*args)
+    return reports, result
 
 
 def test_stored_transposed_costs_no_copy():
