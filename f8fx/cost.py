@@ -218,6 +218,11 @@ class CostModel:
         """Seconds to copy ``size`` bytes, beside what the kernel does anyway."""
         return 2 * size / (self.hardware.memory_bandwidth * self.calibration.memory_efficiency)
 
+    def cast_up_seconds(self, elements: int, itemsize: int) -> float:
+        """Seconds of the kernel that casts float8 elements to ``itemsize`` bytes."""
+        bandwidth = self.hardware.memory_bandwidth * self.calibration.memory_efficiency
+        return (1 + itemsize) * elements / bandwidth + self.hardware.launch_overhead
+
     def gemm_expression(self, float8: bool, rescale: bool = False, itemsize: int = 2) -> sympy.Expr:
         """Seconds of a gemm [M, K] x [K, N] in :data:`M`, :data:`K`, :data:`N`: what :meth:`gemm_seconds` evaluates."""
         return sympy.Min(

@@ -27,6 +27,7 @@ class PlannedOperand:
         itemsize: bytes per element of the high-precision tensor.
         amax_fused: whether the tensor's producer can compute the amax (a norm, an activation).
         cached: whether the cast was made before and costs nothing.
+        stored: whether the tensor exists in float8 alone, so that the gemm as it is needs a cast up.
     """
 
     key: Hashable
@@ -37,6 +38,7 @@ class PlannedOperand:
     itemsize: int = 2
     amax_fused: bool = False
     cached: bool = False
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Verdict:
 
     Attributes:
         convert: whether to convert it.
-        high_seconds: of the gemm as it is.
+        high_seconds: of the gemm as it is, casts up from float8 included.
         float8_seconds: of the gemm in float8, its share of the casts and the copy of a padded result included.
         cast_seconds: that share.
         reason: one short line for ``explain``.
@@ -116,9 +118,7 @@ class _Plan:
 
     def __init__(self, model: CostModel, gemms: Sequence[PlannedGemm]) -> None:
         self.model, self.gemms = model, gemms
-        self.high = [
-            model.gemm_seconds(g.m, g.k, g.n, False, itemsize=g.itemsize, experts=g.experts) for g in gemms
-        ]
+        self.high = list(map(self._high_seconds, gemms))
         self.margin = [model.calibration.margin * high for high in self.high]
         self.float8 = list(map(self._float8_seconds, gemms))
         self.seconds: dict[Hashable, float] = {}
@@ -129,6 +129,13 @@ class _Plan:
             self.layers.setdefault(gemm.layer, []).append(i)
         self.dropped: dict[int, Verdict] = {}
         self.returned: set[int] = set()
+
+    def _high_seconds(self, gemm: PlannedGemm) -> float:
+        """Of a gemm as it is, and of what casts its operands up from float8."""
+        model, experts = self.model, gemm.experts
+        seconds = model.gemm_seconds(gemm.m, gemm.k, gemm.n, False, itemsize=gemm.itemsize, experts=experts)
+        ups = (model.cast_up_seconds(op.rows * op.cols, op.itemsize) for op in gemm.operands if op.stored)
+        return seconds + sum(ups)
 
     def _float8_seconds(self, gemm: PlannedGemm) -> float:
         """Of a gemm in float8, without its casts."""

@@ -150,7 +150,7 @@ class Pipeline:
         self.rowwise_scales, self.bias = ScalesOf(scales, self.select.model_of), bias
         self.merge = Merge(merge, self.select.model_of)
         self.concatenations = Concatenations()
-        self.quantize = Quantize(recipe, self.rowwise_scales)
+        self.quantize = Quantize(self.rowwise_scales)
         self.reuse = Reuse(weights) if weights is not None else None
         self.constants = constants
         self.share = Share(weights_at_once)

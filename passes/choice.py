@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from f8fx.hardware import ALIGNMENT
-from f8fx.recipe import GemmSpec, OperandKind
+from f8fx.recipe import ROLE_OPERANDS, GemmSpec, OperandKind, QuantSpec
 from f8fx.report import Decision
 
-from .gemm import Gemm, Size, Unmatched
+from .gemm import Gemm, Operand, Size, Unmatched
 from .rewrite import RECOMPUTED
 
 #: Why a matmul is left whose role the recipe has no float8 for.
@@ -40,6 +40,17 @@ class Convert:
     merge: str = ""
     adds_bias: bool = False
     as_stored: tuple[OperandKind, ...] = ()
+
+    def quant_spec(self, operand: Operand) -> QuantSpec:
+        """How one of its operands is quantized, or was when it was stored."""
+        is_first = operand.kind == ROLE_OPERANDS[self.gemm.role][0]
+        return self.spec.left if is_first else self.spec.right
+
+    def with_rows(self, operand: Operand) -> Convert:
+        """The same with a scale for each row of the operand, or for each column."""
+        side = "left" if operand.kind == ROLE_OPERANDS[self.gemm.role][0] else "right"
+        spec = replace(getattr(self.spec, side), granularity="rowwise")
+        return replace(self, spec=replace(self.spec, **{side: spec}))
 
 
 def reading(conversion: Convert, replaced: Mapping[fx.Node, fx.Node]) -> Convert:

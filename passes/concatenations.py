@@ -154,10 +154,15 @@ def _columns_in_memory(cat: fx.Node, side: int) -> bool:
 
 def _is_scaled_both_ways(cat: fx.Node, operand: fx.Node, matmuls: Sequence[Convert]) -> bool:
     """Whether amaxes of rows and of columns are wanted of a gradient, or of an input whose parts are of one width."""
-    if len(matmuls) < 2 or not all(conversion.spec.is_rowwise for conversion in matmuls):
+    reads = [
+        (conversion, each)
+        for conversion in matmuls
+        for each in (conversion.gemm.left, conversion.gemm.right)
+        if flat_base(each.node) is operand
+    ]
+    if len(matmuls) < 2 or any(c.quant_spec(each).granularity != "rowwise" for c, each in reads):
         return False
-    operands = [each for c in matmuls for each in (c.gemm.left, c.gemm.right)]
-    kinds = {each.kind for each in operands if flat_base(each.node) is operand}
+    kinds = {each.kind for _, each in reads}
     widths = {shape_of(part)[-1] for part in _tensors(cat)}
     return kinds == {"grad_output"} or (kinds == {"input"} and len(widths) == 1)
 

@@ -33,7 +33,6 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.hardware import ALIGNMENT
-from f8fx.recipe import QuantSpec, Recipe
 from f8fx.torch_private import size_hint
 
 from .choice import Convert, reading
@@ -74,12 +73,10 @@ class Quantize:
     """Rewrites the chosen matmuls, in place.
 
     Args:
-        recipe: how each operand is quantized.
         rowwise_scales: where the scale vectors of a gemm are applied.
     """
 
-    def __init__(self, recipe: Recipe, rowwise_scales: Callable[[Gemm], RowwiseScales]) -> None:
-        self.recipe = recipe
+    def __init__(self, rowwise_scales: Callable[[Gemm], RowwiseScales]) -> None:
         self.rowwise_scales = rowwise_scales
 
     def __call__(self, graph: fx.Graph, conversions: Sequence[Convert]) -> None:
@@ -90,7 +87,7 @@ class Quantize:
             provenance = Provenance(gemm.node.name, gemm.fqn, gemm.role, "quantize")
             insert = Inserter(graph, gemm.node, provenance)
             scales = self.rowwise_scales(gemm)
-            result = _GemmRewrite(conversion, self.recipe, scales, insert).run()
+            result = _GemmRewrite(conversion, scales, insert).run()
             result.meta["f8fx"] = replace(provenance, is_result=True)
             take_over(gemm.node, result)
             results[gemm.node] = result
@@ -103,14 +100,12 @@ class _GemmRewrite:
     def __init__(
         self,
         conversion: Convert,
-        recipe: Recipe,
         rowwise_scales: RowwiseScales,
         insert: Inserter,
     ) -> None:
         self.conversion = conversion
         self.gemm: Gemm = conversion.gemm
         self.spec = conversion.spec
-        self.recipe = recipe
         self.insert = insert
         self.is_scaled_after = is_scaled_after(conversion, rowwise_scales)
 
@@ -141,7 +136,7 @@ class _GemmRewrite:
     ) -> tuple[fx.Node, fx.Node]:
         """The float8 copy with k innermost, and the reciprocal of its scale."""
         insert = self.insert
-        spec = self._spec(operand)
+        spec = self.conversion.quant_spec(operand)
         source = operand.node
         rank = len(shape_of(source))
         # the stored copy is [rows, k]; the source is that, or its transpose
@@ -157,11 +152,6 @@ class _GemmRewrite:
             ops.quantize, source, scale, dtype=dtype, dim=dim, transpose=transpose, align=list(align)
         )
         return data, insert(aten.reciprocal.default, scale)
-
-    def _spec(self, operand: Operand) -> QuantSpec:
-        spec = self.recipe.operand(self.gemm.role, operand.kind)
-        assert spec is not None  # `select` converts no gemm that the recipe leaves out
-        return spec
 
     # -- experts
 
@@ -238,11 +228,8 @@ class _GemmRewrite:
         """A scale as ``_scaled_mm`` takes it beside a vector: ``[m, 1]`` or ``[1, n]``."""
         insert = self.insert
         if not shape_of(scale):
-            sizes: list = [1, 1]
-            sizes[dim] = insert.size(data, dim)
-            expanded = insert(aten.expand.default, insert(aten.view.default, scale, [1, 1]), sizes)
-            return insert.contiguous(expanded)
-        if align > 1:
+            scale = insert.contiguous(insert(aten.expand.default, scale, [insert.size(data, dim)]))
+        elif align > 1:
             missing = _missing(insert, scale, align)
             scale = insert(aten.constant_pad_nd.default, scale, [0, missing], 1.0)
         # not `unsqueeze`: Inductor gives size-1 dimensions strides that `_scaled_mm` rejects

@@ -8,7 +8,7 @@ reason in words that recur, so that reasons can be counted, and the numbers in `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -30,7 +30,7 @@ from .gemm import Gemm, Operand, Size, Unmatched
 from .left import UNEVEN
 from .matmuls import operands_of
 from .parameters import is_uneven
-from .stored import of_operand
+from .stored import contracted, stored
 from .worth import Worth, cost_model
 
 
@@ -144,20 +144,39 @@ class Select:
             operand.kind: hardware.float8_dtypes[self._operand_spec(gemm, operand).dtype]
             for operand in (gemm.left, gemm.right)
         }
-        as_stored = (
-            operand.kind
-            for operand in (gemm.left, gemm.right)
-            if of_operand(operand, operand is gemm.left, dtypes[operand.kind], spec.is_rowwise, overwritten)
-        )
-        return Convert(
+        choice = Convert(
             gemm,
             spec,
             dtypes[gemm.left.kind],
             dtypes[gemm.right.kind],
             pad_k=not is_aligned(gemm.k),
             pad_n=not is_aligned(gemm.n),
-            as_stored=tuple(as_stored),
         )
+        return self._reading_stored(choice, overwritten)
+
+    def _reading_stored(self, choice: Convert, overwritten: Collection[fx.Node]) -> Convert:
+        """The conversion, with the operands it reads as they are stored, be it with scales of rows where the recipe has one scale."""
+        gemm, as_stored = choice.gemm, []
+        for operand, dtype in ((gemm.left, choice.left_dtype), (gemm.right, choice.right_dtype)):
+            if (found := stored(operand.node, overwritten)) is None:
+                continue
+            along = contracted(operand, operand is gemm.left)
+            rowwise = choice.quant_spec(operand).granularity == "rowwise"
+            if not found.serves(dtype, along if rowwise else None):
+                if rowwise or not self._takes_rows(gemm, operand) or not found.serves(dtype, along):
+                    continue
+                choice = choice.with_rows(operand)
+            as_stored.append(operand.kind)
+        return replace(choice, as_stored=tuple(as_stored))
+
+    def _takes_rows(self, gemm: Gemm, operand: Operand) -> bool:
+        """Whether a gemm may have an operand with scales of rows under a recipe that gives it one scale."""
+        if gemm.experts:
+            return False
+        spec = replace(self._operand_spec(gemm, operand), granularity="rowwise")
+        if lacks(self.hardware_of(gemm.device), spec):
+            return False
+        return not self.runs or not lacks(_hardware_of(gemm.device), spec)
 
     def _operand_spec(self, gemm: Gemm, operand: Operand):
         spec = self.recipe.operand(gemm.role, operand.kind)

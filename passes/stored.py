@@ -150,14 +150,9 @@ def stored(matrix: fx.Node, overwritten: Collection[fx.Node]) -> Stored | None:
     return Stored(matrix, data, tuple(views), scale, product.target is aten.div.Tensor)
 
 
-def of_operand(
-    operand: Operand, is_left: bool, dtype: torch.dtype, rowwise: bool, overwritten: Collection[fx.Node]
-) -> Stored | None:
-    """What a float8 gemm can read of an operand as it is."""
-    found = stored(operand.node, overwritten)
-    # the dimension that the gemm contracts, of the tensor that the operand is or is the transpose of
-    dim = (-2 if operand.transposed == is_left else -1) if rowwise else None
-    return found if found is not None and found.serves(dtype, dim) else None
+def contracted(operand: Operand, is_left: bool) -> int:
+    """The dimension that a gemm sums over, from the end of the tensor that its operand is or is the transpose of."""
+    return -2 if operand.transposed == is_left else -1
 
 
 def read_stored(graph: fx.Graph) -> None:

@@ -188,8 +188,7 @@ class Worth:
         self, choice: Convert, operand: Operand, rows: int, columns: int, contracted: int
     ) -> PlannedOperand:
         gemm = choice.gemm
-        spec = self.recipe.operand(gemm.role, operand.kind)
-        assert spec is not None  # the recipe guard has passed
+        spec = choice.quant_spec(operand)
         if operand.transposed:
             rows, columns, contracted = columns, rows, 1 - contracted
         if gemm.experts and operand.kind == "weight":
@@ -205,6 +204,8 @@ class Worth:
             # what is stored is copied where it is read as its transpose, which costs no more than the cast that it counts as
             cached=(operand.kind == "weight" and operand.node in self.cached)
             or (operand.kind in choice.as_stored and contracted != 0),
+            # an activation in float8 is cast up by the kernel that makes it
+            stored=operand.kind == "weight" and operand.kind in choice.as_stored,
         )
 
 

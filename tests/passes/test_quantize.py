@@ -479,10 +479,10 @@ quantize_1: e4m3[48,32] = f8fx.quantize(arg1_1, scale_1, dtype=e4m3, transpose=F
 reciprocal_1: f32[] = reciprocal(scale_1)
 permute: e4m3[32,48] = permute(quantize_1, [1, 0])
 as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
-view: f32[1,1] = view(reciprocal_1, [1, 1])
-expand: f32[1,48] = expand(view, [1, 48])
-clone: f32[1,48] = clone(expand, memory_format=torch.contiguous_format)
-scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, clone, None, None, bf16, True)
+expand: f32[48] = expand(reciprocal_1, [48])
+clone: f32[48] = clone(expand, memory_format=torch.contiguous_format)
+as_strided_1: f32[1,48] = as_strided(clone, [1, 48], [48, 1])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
 return [scaled_mm]""",
         )
 

@@ -148,7 +148,7 @@ def test_passes_can_be_used_alone():
 
     def transform(graph):
         choices = Select(recipe, Policy(select="all"))(Find()(graph))
-        Quantize(recipe, lambda device: True)(graph, choices)
+        Quantize(lambda device: True)(graph, choices)
         check(graph, "quantize")
         before = len(graph.nodes)
         Share()(graph)

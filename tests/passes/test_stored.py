@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from f8fx.hardware import find
 from f8fx.kernels import cast
 from f8fx.report import recording
 from f8fx.torch_private import supports_rowwise_scaled_mm
@@ -63,11 +66,13 @@ def read(x, w, s, recipe, form):
     s = torch.ones(()) if s is None else s.float()
     if form is divided:
         s = 1 / s
-    if rowwise:
-        inverse, s = inverse.unsqueeze(1), s.expand(w.shape[0], 1).reshape(1, -1).contiguous()
-    else:
-        s = s.reshape(())
-    y = torch._scaled_mm(data, w.contiguous().t(), inverse, s, out_dtype=x.dtype, use_fast_accum=True)
+    weight = w.contiguous().t()
+    if not rowwise and s.numel() == 1:
+        y = torch._scaled_mm(data, weight, inverse, s.reshape(()), out_dtype=x.dtype, use_fast_accum=True)
+        return y.view(*x.shape[:-1], -1)
+    inverse = inverse.view(-1, 1).expand(len(rows), 1).contiguous()
+    s = s.expand(w.shape[0], 1).reshape(1, -1).contiguous()
+    y = torch._scaled_mm(data, weight, inverse, s, out_dtype=x.dtype, use_fast_accum=True)
     return y.view(*x.shape[:-1], -1)
 
 
@@ -122,6 +127,29 @@ reciprocal: f32[16] = reciprocal(scale)
 view: f32[48] = view(arg1_1, [48])
 permute: e4m3[32,48] = permute(arg0_1, [1, 0])
 as_strided: f32[16,1] = as_strided(reciprocal, [16, 1], [1, 1])
+as_strided_1: f32[1,48] = as_strided(view, [1, 48], [48, 1])
+scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
+return [scaled_mm]""",
+        )
+
+    def test_a_scale_for_each_row_beside_one_of_the_input(self):
+        if "rowwise" not in RECIPES:
+            self.skipTest("this torch's CPU _scaled_mm takes per-tensor scales only")
+        self.assertExpectedInline(
+            graph_after(scaled, randn(16, 32, grad=False), kept(48, 32), torch.ones(48, 1)),
+            """\
+arg0_1: e4m3[48,32]
+arg1_1: f32[48,1]
+arg2_1: bf16[16,32]
+amax: f32[] = f8fx.amax(arg2_1, None)
+scale: f32[] = f8fx.scale(amax, dtype=e4m3, power_of_2=False)
+quantize: e4m3[16,32] = f8fx.quantize(arg2_1, scale, dtype=e4m3, transpose=False, align=[1, 1])
+reciprocal: f32[] = reciprocal(scale)
+view: f32[48] = view(arg1_1, [48])
+permute: e4m3[32,48] = permute(arg0_1, [1, 0])
+expand: f32[16] = expand(reciprocal, [16])
+clone: f32[16] = clone(expand, memory_format=torch.contiguous_format)
+as_strided: f32[16,1] = as_strided(clone, [16, 1], [1, 1])
 as_strided_1: f32[1,48] = as_strided(view, [1, 48], [48, 1])
 scaled_mm: bf16[16,48] = _scaled_mm(quantize, permute, as_strided, as_strided_1, None, None, bf16, True)
 return [scaled_mm]""",
@@ -248,6 +276,79 @@ def _laid_out(weight, layout):
     return weight
 
 
+class Rows(nn.Module):
+    """A layer whose weight has a scale for each row, between two that have none."""
+
+    def __init__(self, n=48):
+        super().__init__()
+        self.first, self.last = (nn.Linear(32, 32, dtype=bf16) for _ in range(2))
+        self.stored = Layer(scaled, kept(n, 32), torch.linspace(0.5, 2, n).unsqueeze(1))
+
+    def forward(self, x):
+        return self.first(x) + self.last(x) + self.stored(x)[..., :32]
+
+
+@needs_rowwise
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_scale_beside_scales_of_rows(dynamic):
+    """Under ``tensorwise`` the input has its one scale, in which other layers read it too."""
+    model, x = Rows(), randn(2, 16, 32, grad=False)
+    (report,), got = recorded(compiled(model, dynamic=dynamic), x)
+    assert {d.fqn: d.detail for d in report.decisions} == {"first": "", "last": "", "stored": ALREADY}
+    s, w = model.stored.scale, model.stored.weight
+    others = compiled(lambda x: model.first(x) + model.last(x))(x)
+    same_bits(got, others + read(x, w, s, "tensorwise", scaled)[..., :32])
+
+
+def test_scales_of_rows_where_a_device_has_none():
+    device = replace(find("h100"), granularities=("tensorwise",))
+    report = report_of(Rows(), randn(16, 32, grad=False), target=device)
+    assert {d.fqn: d.detail for d in report.decisions} == {"first": "", "last": "", "stored": ""}
+
+
+@needs_rowwise
+@pytest.mark.parametrize("merge", ["auto", "never"])
+def test_an_input_with_scales_of_rows_beside_weights_with_one(merge):
+    """Layers that read it are merged as others are."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, n, bias=False, dtype=bf16) for n in (48, 64))
+
+        def forward(self, x, s):
+            x = (x.to(torch.float32) * s).to(bf16)
+            return [layer(x) for layer in self.layers]
+
+    model, x, s = Model(), kept(16, 32), torch.rand(16, 1) + 1
+    (report,), got = recorded(compiled(model, merge=merge, target="h100"), x, s)
+    assert [d.detail for d in report.decisions] == ["input in float8 already"] * 2
+    assert [m.merged for m in report.merges] == [merge == "auto"]
+    weights = [layer.weight.detach() for layer in model.layers]
+    for w in [torch.cat(weights)] if merge == "auto" else weights:
+        scale = cast.scale(cast.amax(w, None), fp8, False)
+        data = cast.quantize(w, scale, fp8, None, False, [1, 1])
+        inverse = (1 / scale).expand(1, len(w)).contiguous()
+        want = torch._scaled_mm(x, data.t(), s, inverse, out_dtype=bf16, use_fast_accum=True)
+        same_bits(torch.cat(got, 1) if merge == "auto" else got.pop(0), want)
+
+
+@needs_rowwise
+def test_scales_of_rows_beside_one_of_the_input_through_inductor():
+    """It gives ``[m, 1]`` other strides than the gemm takes."""
+    layer, x = Rows().stored, randn(16, 32, grad=False)
+    got = compiled(layer, executor="inductor")(x)
+    same_bits(got, read(x, layer.weight, layer.scale, "tensorwise", scaled))
+
+
+@needs_rowwise
+def test_padding_beside_scales_of_rows():
+    layer, x = Rows(n=50).stored, randn(16, 32, grad=False)
+    w = F.pad(layer.weight.to(bf16), (0, 0, 0, 14)).to(fp8)
+    s = F.pad(layer.scale, (0, 0, 0, 14), value=1.0)
+    same_bits(compiled(layer)(x), read(x, w, s, "tensorwise", scaled)[:, :50].contiguous())
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     sizes=st.tuples(*(st.integers(1, 4).map(lambda n: 16 * n) for _ in range(2))),
@@ -267,7 +368,7 @@ def test_any_stored_weight(sizes, batch, layout, scale, dtype, form, recipe):
         ).to(dtype)
     layer = Layer(form if s is not None else plain, _laid_out(w, layout), s)
     (report,), y = recorded(compiled(layer, recipe=recipe), x)
-    if scale == "rows" and recipe == "tensorwise" and n > 1:
+    if scale == "rows" and n > 1 and "rowwise" not in RECIPES:
         assert [d.detail for d in report.decisions] == [""] and sqnr(layer(x), y) > 15
     else:
         assert [d.detail for d in report.decisions] == [ALREADY]
@@ -389,6 +490,8 @@ def test_what_it_does_not_cost_counts():
     high = report_of(F.linear, x, randn(1024, 1024, grad=False), select="auto", target="h100")
     stored = report_of(plain, x, kept(1024, 1024), select="auto", target="h100")
     assert stored.decisions[0].speedup > high.decisions[0].speedup
+    # in bfloat16 the weight is cast up, by a kernel of its own
+    assert stored.decisions[0].seconds > high.decisions[0].seconds
 
 
 @needs_rowwise
@@ -428,14 +531,13 @@ def strided(x, w):
     "form, sizes, scale, recipe",
     [
         (blocks, (48, 32), torch.ones(3, 2), "rowwise"),
-        (scaled, (48, 32), torch.ones(48, 1), "tensorwise"),
         (scaled, (48, 32), torch.ones(1, 32), "rowwise"),
         (scaled, (48, 32), torch.ones(48, 32), "rowwise"),
         (shifted_by_one, (48, 32), None, "tensorwise"),
         (by_an_integer_tensor, (48, 32), torch.tensor(2), "tensorwise"),
         (strided, (48, 64), None, "tensorwise"),
     ],
-    ids=["blocks", "rows_of_tensorwise", "columns", "elements", "sum", "integer", "every_other_column"],
+    ids=["blocks", "columns", "elements", "sum", "integer", "every_other_column"],
 )
 def test_is_quantized(form, sizes, scale, recipe):
     args = (randn(16, 32, grad=False), kept(*sizes), *(() if scale is None else (scale,)))
@@ -464,7 +566,7 @@ class Replaced(nn.Module):
 
 
 @torch.library.custom_op("f8fx_tests::replace", mutates_args={"weight"})
-def replace(weight: torch.Tensor, x: torch.Tensor) -> None:
+def write_to(weight: torch.Tensor, x: torch.Tensor) -> None:
     weight.copy_(weight.to(torch.float32) * 2)
 
 
@@ -472,7 +574,7 @@ def assigned(weight, x):
     weight.copy_(weight.to(torch.float32) * 2)
 
 
-@pytest.mark.parametrize("write", [assigned, replace], ids=["assigned", "operator"])
+@pytest.mark.parametrize("write", [assigned, write_to], ids=["assigned", "operator"])
 def test_a_weight_that_gets_other_values_is_quantized(write):
     """Forward and backward read it as it was."""
     x, model = randn(16, 32), Replaced(write)
