@@ -173,8 +173,10 @@ def _compile_with_weights(
 ) -> Callable[..., Any]:
     """Compiles a graph so that it takes the float8 copies of its weights as inputs, where it can."""
     options = compiler.options
-    if compiler.freezes or not weight_inputs.candidates(example_inputs, options.experts).weights:
+    if compiler.freezes:
         return compiler(gm, example_inputs, graph_pass)
+    if not weight_inputs.candidates(example_inputs, options.experts).weights:
+        return _keeping_none(compiler(gm, example_inputs, graph_pass), example_inputs, graph_pass, options)
     plain, training = (graph_pass.pipeline, graph_pass.key), False
     try:
         casts_of = partial(_casts, gm, example_inputs, options, graph_pass)
@@ -195,9 +197,26 @@ def _compile_with_weights(
         log.debug("f8fx: no weight inputs", exc_info=error)
         graph_pass.forget()
         graph_pass.pipeline, graph_pass.key = plain
+        compiled = compiler(gm, example_inputs, graph_pass)
         training = weight_inputs.may_train(example_inputs)
-    compiled = compiler(gm, example_inputs, graph_pass)
+    else:
+        compiled = _keeping_none(
+            compiler(gm, example_inputs, graph_pass), example_inputs, graph_pass, options
+        )
     return weight_inputs.noting_training(compiled) if training else compiled
+
+
+def _keeping_none(
+    compiled: Callable[..., Any], example_inputs: Sequence[Any], graph_pass: GraphPass, options: Options
+) -> Callable[..., Any]:
+    """A compiled graph for which no copy of a weight is kept; says so where inference converts layers."""
+    infers = any(report.converted and not report.training for report in graph_pass.reports)
+    if options.weights == "cached" and infers and weight_inputs.should_keep_some(example_inputs):
+        _warn_once(
+            'f8fx: weights="cached" keeps nothing for a graph: no matmul that it converts reads an nn.Parameter that '
+            "is an input of the graph, and what else it reads is quantized in every call"
+        )
+    return compiled
 
 
 def _casts(

@@ -286,6 +286,38 @@ def test_a_graph_that_cannot_take_weights_quantizes_them_itself(monkeypatch, cas
         infer(compiled(model, weights="cached", strict=True), x)
 
 
+@pytest.mark.parametrize("how", ["computed", "installed"])
+def test_a_graph_none_of_whose_weights_is_kept_says_so(monkeypatch, how, casts):
+    monkeypatch.setattr("f8fx.backend._WARNED", set())
+    model, x = Net(), x16()
+    if how == "computed":
+        for layer in (model.first, model.second):
+            nn.utils.parametrizations.weight_norm(layer)
+    f8 = compiled(model, weights="cached")
+    with torch._dynamo.config.patch(install_free_tensors=how == "installed"):
+        with pytest.warns(UserWarning, match='weights="cached" keeps nothing for a graph'):
+            infer(f8, x)
+        casts.clear()
+        infer(f8, x)
+    assert len(casts) == 4
+
+
+@pytest.mark.parametrize("what", ["kept", "left", "stored", "training"])
+def test_and_no_other_does(monkeypatch, recwarn, what):
+    monkeypatch.setattr("f8fx.backend._WARNED", set())
+    model, x = Net(), x16()
+    if what == "stored":
+        for layer in (model.first, model.second):
+            layer.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+            layer.forward = lambda x, layer=layer: F.linear(x, layer.weight.to(x.dtype), layer.bias)
+    f8 = compiled(model, weights="cached", filter_fqns=["first", "second"] if what == "left" else [])
+    if what == "training":
+        f8(x).sum().backward()
+    else:
+        infer(f8, x)
+    assert not [w for w in recwarn if "keeps nothing" in str(w.message)]
+
+
 def test_installed_on_the_stock_backend(casts):
     model, x = Net(), x16()
     torch._dynamo.reset()

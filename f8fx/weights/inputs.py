@@ -54,6 +54,14 @@ def candidates(
     return WeightInputs(len(example_inputs), tuple(found), last=frozen)
 
 
+def should_keep_some(example_inputs: Sequence[Any]) -> bool:
+    """Whether it takes a word that no copies are kept: no weight is float8 itself, and no other warning gives a reason."""
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if any(value.dtype.is_floating_point and value.dtype.itemsize == 1 for value in tensors):
+        return False
+    return not any(isinstance(value, nn.Parameter) and refusal(value) for value in tensors)
+
+
 def may_train(example_inputs: Sequence[Any]) -> bool:
     """Whether a Dynamo graph may have a backward."""
     return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs)
