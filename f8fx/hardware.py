@@ -62,7 +62,8 @@ def find(name: str) -> Hardware:
     }
     if len({hw.name for hw in inside.values()}) == 1:
         return next(iter(inside.values()))
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
+    gpus = [n for n, hw in known.items() if hw.name != "cpu"]  # which is near to "gpu"
+    near = difflib.get_close_matches(wanted, gpus, n=1, cutoff=0.4)
     hint = f"; did you mean {known[near[0]].name!r}?" if near else ""
     raise ValueError(f"hardware must be one of {', '.join(map(repr, names()))}, got {name!r}{hint}")
 

@@ -11,10 +11,15 @@ from rich.text import Text
 
 from .report import GraphReport
 
+#: Columns where output is no terminal and so has no width.
+FILE_WIDTH = 140
+
 
 def print_report(report: GraphReport, file: TextIO | None = None) -> None:
     """Prints every decision of one graph as a table, to stderr by default."""
     console = Console(file=file or sys.stderr, markup=False, emoji=False)  # names are the user's
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     table = Table(title=Text(report.line(), "table.title"), title_justify="left", expand=False)
     for column in ("module", "gemm", "M x K x N", "float8", "why"):
         table.add_column(column, overflow="fold")

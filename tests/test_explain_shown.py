@@ -171,6 +171,16 @@ def test_names_and_filters_are_printed_as_they_are(capsys: pytest.CaptureFixture
     assert "[cached]" in printed and "[a-z]+" in printed
 
 
+def test_a_report_in_a_file_has_lines_of_its_own_length(capsys: pytest.CaptureFixture[str]):
+    name = "model.layers.0.attention.query_projection"
+    decision = Decision(
+        name, "output", 4096, 4096, 4096, False, "filtered", "filter_fqns has 'query_projection'"
+    )
+    print_report(GraphReport("tensorwise", decisions=[decision]))
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if name in line)
+    assert "4096 x 4096 x 4096" in line and "filter_fqns has 'query_projection'" in line
+
+
 def test_layers_that_two_filters_leave_are_shown_with_their_own(capsys: pytest.CaptureFixture[str]):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).bfloat16()
     f8fx.explain(model, meta_input(32, 64), select="all", filter_fqns=["0", "2"]).print()

@@ -70,6 +70,9 @@ def test_find_names_the_nearest() -> None:
         hardware.find("h10O")
     with pytest.raises(ValueError, match="hardware must be one of 'a100', 'l40s'"):
         hardware.find("")
+    with pytest.raises(ValueError) as error:
+        hardware.find("gpu")
+    assert "did you mean 'cpu'" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from f8fx.recipe import ROLES
+from f8fx.show import FILE_WIDTH
 
 if TYPE_CHECKING:
     from f8fx.communication import Communication
 
     from .result import Explanation, Row
 
-#: Columns where output is no terminal and so has no width.
-_FILE_WIDTH = 140
 #: Fewer leave none for names and reasons; a narrower terminal breaks lines by itself.
 _LEAST_WIDTH = 80
 
@@ -147,7 +146,7 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None, expa
     file = file or sys.stdout
     plain = functools.partial(Console, file=file, highlight=False, markup=False, emoji=False)
     console = plain()
-    console = plain(width=max(console.width, _LEAST_WIDTH) if console.is_terminal else _FILE_WIDTH)
+    console = plain(width=max(console.width, _LEAST_WIDTH) if console.is_terminal else FILE_WIDTH)
     console.print(explanation.line(), style="bold")
     console.print(_table(explanation, expand))
     for label, text in totals(explanation):
