@@ -455,7 +455,7 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
 backward:
    167.8 MB  extern_kernels.mm
-   100.7 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
+   100.7 MB  triton_amax_clone_expand_quantize_reciprocal_scale
     50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
    201.4 MB  triton_convert_element_type_div_mul_sub_sum
@@ -492,7 +492,7 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
 backward:
    167.8 MB  extern_kernels.mm
-   100.7 MB  triton__scaled_mm_amax_as_strided_clone_expand_permute_quantize_reciprocal_scale_view
+   100.7 MB  triton_amax_clone_expand_quantize_reciprocal_scale
     50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
    335.5 MB  triton_add_convert_element_type_div_exp_mul_neg_sigmoid_sub""",
@@ -553,7 +553,7 @@ forward:
    117.5 MB  extern_kernels._scaled_mm
    134.2 MB  triton_add_rounded_sigmoid
 backward:
-   234.9 MB  triton__scaled_mm_amax_as_strided_clone_convert_element_type_expand_mul_permute_quantize_reciprocal_rounded_scale_sub_view
+   234.9 MB  triton_amax_clone_convert_element_type_expand_mul_quantize_reciprocal_rounded_scale_sub
     50.3 MB  triton_quantize
    117.5 MB  extern_kernels._scaled_mm
    167.8 MB  extern_kernels.mm
