@@ -23,7 +23,7 @@ from f8fx.passes import describe
 from f8fx.report import GraphReport
 from f8fx.torch_private import compile_fx_module, compiles_ahead_of_time, written_constants
 from f8fx.torch_private.versions import release
-from tests.helpers import Block, bf16, compiled, randn, sqnr
+from tests.helpers import Block, bf16, compiled, randn, same_bits, sqnr
 
 
 def block() -> Block:
@@ -284,6 +284,29 @@ def test_canaries_compile_what_can_be_called_at_once():
         with canary._trying(torch.device("cpu"), {}):
             assert not compiles_ahead_of_time()
         assert compiles_ahead_of_time()
+
+
+def test_what_is_compiled_alone_and_saved(tmp_path):
+    """``standalone_compile`` inside of a backend, as servers call it."""
+    from torch._inductor.standalone_compile import CompiledArtifact, standalone_compile
+
+    given: list[Any] = []
+    path = str(tmp_path / "compiled")
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        given[:] = inputs
+        with f8fx.installed(select="all", strict=True):
+            made = standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options={})
+        made.save(path=path, format="unpacked")
+        return made
+
+    model, x = nn.Linear(32, 48, dtype=bf16), randn(16, 32, grad=False)
+    with torch.no_grad(), recording() as reports:
+        y = torch.compile(model, backend=backend)(x)
+        assert [report.converted for report in reports] == [1]
+        same_bits(y, compiled(model, executor="inductor")(x))
+        (again,) = CompiledArtifact.load(path=path, format="unpacked")(*given)
+    same_bits(again, y)
 
 
 # -- packages
