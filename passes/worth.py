@@ -23,6 +23,7 @@ from f8fx.torch_private import size_hint
 from .choice import Choice, Convert, Skip
 from .experts import GROUPED_MM
 from .gemm import Gemm, Operand, Size
+from .sizes import is_same
 from .thresholds import Thresholds
 
 
@@ -167,12 +168,14 @@ class Worth:
             return None
         factors = (1 if isinstance(size, int) else factor for size in given)
         m, k, n = (round((size or 0) * by) for size, by in zip(sizes, factors, strict=True))
+        # a product reads what is stored itself, and casts it up on the way
+        itemsize = 1 if _is_product(gemm) and "weight" in choice.as_stored else gemm.dtype.itemsize
         return PlannedGemm(
             role=gemm.role,
             m=m,
             k=k,
             n=n,
-            itemsize=gemm.dtype.itemsize,
+            itemsize=itemsize,
             rowwise=choice.spec.is_rowwise,
             rescale=choice.spec.scales_after_gemm,
             operands=(
@@ -205,7 +208,7 @@ class Worth:
             cached=(operand.kind == "weight" and operand.node in self.cached)
             or (operand.kind in choice.as_stored and contracted != 0),
             # an activation in float8 is cast up by the kernel that makes it
-            stored=operand.kind == "weight" and operand.kind in choice.as_stored,
+            stored=operand.kind == "weight" and operand.kind in choice.as_stored and not _is_product(gemm),
         )
 
 
@@ -236,6 +239,13 @@ def _layer_sizes(gemm: Gemm) -> tuple[Size, Size, Size]:
     if gemm.role == "grad_input":
         return (gemm.m, gemm.n, gemm.k) if first_is_grad else (gemm.n, gemm.m, gemm.k)
     return (gemm.k, gemm.n, gemm.m) if first_is_grad else (gemm.k, gemm.m, gemm.n)
+
+
+def _is_product(gemm: Gemm) -> bool:
+    """Whether what is a matmul to the passes is one kernel of products and sums otherwise (:mod:`passes.products`)."""
+    provenance = gemm.node.meta.get("f8fx")
+    is_folded = provenance is not None and provenance.inserted_by == "fold"
+    return is_folded and any(is_same(size, 1) for size in (gemm.m, gemm.n))
 
 
 def _unpadded(model: CostModel, gemms: Sequence[PlannedGemm], verdicts: list[Verdict]) -> list[Verdict]:

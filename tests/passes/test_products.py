@@ -177,3 +177,15 @@ def test_under_autocast_the_weight_is_quantized_from_its_parameter(parts):
     with torch.autocast("cpu", dtype=bf16):
         text = graph_after(model, x)
     assert "unsqueeze" not in text and "bf16[64,32]" not in text
+
+
+@pytest.mark.parametrize("taken_apart", [True, False])
+def test_a_stored_weight_is_read_by_products_as_well(taken_apart, monkeypatch):
+    """They cast it up on the way: its bytes are no gain of float8, as they are where a kernel of its own casts it up."""
+    if taken_apart:
+        monkeypatch.setitem(select_decomp_table(), aten.mm.default, in_parts)
+    x, w = randn(1, 4096, grad=False), randn(4096, 4096, grad=False).to(torch.float8_e4m3fn)
+    report = report_of(lambda x, w: F.linear(x, w.to(x.dtype)), x, w, select="auto", target="h100")
+    (decision,) = report.decisions
+    assert decision.converted is not taken_apart
+    assert (decision.speedup < 1.1) is taken_apart
