@@ -5,9 +5,7 @@ runs the pipeline on each. Part two compiles a small decoder through Inductor, c
 f8fx. Goals: under 5 % of a compile, time linear in nodes, 50,000 nodes in under 10 s.
 
 Every graph is measured in several repeats, of which the fastest counts: what else the machine does
-only ever adds. Processor seconds are beside wall seconds for the same reason. One more repeat runs with
-Python's cyclic garbage collector off: a full collection walks all of a large graph and falls into
-whichever pass is running, so growth is judged without it, and given with it too.
+only ever adds. Processor seconds are beside wall seconds for the same reason.
 """
 
 from __future__ import annotations
@@ -72,21 +70,16 @@ def block() -> Any:
     return _BLOCK[0]
 
 
-def run_pipeline(layers: int, recipe: str, select: str, collector: bool = True) -> tuple[float, float, Row]:
+def run_pipeline(layers: int, recipe: str, select: str) -> tuple[float, float, Row]:
     """Wall seconds, processor seconds and findings of the passes on a stack of blocks."""
     options = Options.parse({"recipe": recipe, "select": select, "target": TARGET})
     pipeline = options.pipeline()
     graph = graphs.stack(block(), layers)
     before = len(graph.nodes)
     gc.collect()
-    if not collector:
-        gc.disable()
-    try:
-        wall, processor = time.perf_counter(), time.process_time()
-        report = pipeline(graph)
-        processor, wall = time.process_time() - processor, time.perf_counter() - wall
-    finally:
-        gc.enable()
+    wall, processor = time.perf_counter(), time.process_time()
+    report = pipeline(graph)
+    processor, wall = time.process_time() - processor, time.perf_counter() - wall
     found = {
         "nodes_in": before,
         "nodes_out": len(graph.nodes),
@@ -102,14 +95,12 @@ def measure_passes(nodes: int, recipe: str, select: str, repeats: int = 3) -> Ro
     layers = max(1, round(nodes / len(block().nodes)))
     run_pipeline(1, recipe, select)  # compiles the cost model's formulas for this recipe
     runs = [run_pipeline(layers, recipe, select) for _ in range(repeats)]
-    _, without_collector, _ = run_pipeline(layers, recipe, select, collector=False)
     wall, _, found = min(runs, key=lambda run: run[0])
     return {
         "layers": layers,
         **found,
         "seconds": wall,
         "cpu_seconds": min(processor for _, processor, _ in runs),
-        "cpu_seconds_without_gc": without_collector,
         "all_seconds": [wall for wall, _, _ in runs],
     }
 
@@ -224,19 +215,14 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     passes = [row for row in rows if row["part"] == "passes"]
     compiles = [row for row in rows if row["part"] == "compile"]
     kinds = dict.fromkeys((row["recipe"], row["select"]) for row in passes)
-
-    def exponents(seconds: str) -> dict[str, float | None]:
-        rows_of = {kind: [r for r in passes if (r["recipe"], r["select"]) == kind] for kind in kinds}
-        return {" ".join(kind): exponent(found, seconds) for kind, found in rows_of.items()}
-
-    without_gc = exponents("cpu_seconds_without_gc")
+    rows_of = {kind: [row for row in passes if (row["recipe"], row["select"]) == kind] for kind in kinds}
+    exponents = {" ".join(kind): exponent(found, "cpu_seconds") for kind, found in rows_of.items()}
     large = [row["seconds"] for row in passes if row["nodes"] == NODES_GOAL]
     shares = [row["share"] for row in compiles]
-    known = [value for value in without_gc.values() if value is not None]
+    known = [value for value in exponents.values() if value is not None]
     return {
         "seconds_at_50k_nodes": max(large, default=None),
-        "exponents": exponents("cpu_seconds"),
-        "exponents_without_gc": without_gc,
+        "exponents": exponents,
         "largest_share_of_compile": max(shares, default=None),
         "goals": {
             "50,000 nodes in under 10 s": max(large) < SECONDS_GOAL if large else None,
@@ -259,11 +245,10 @@ def grids(result: dict[str, Any]) -> list[Grid]:
             show(row["seconds"], ".3f"),
             show(row["cpu_seconds"], ".3f"),
             show(1e6 * row["cpu_seconds"] / row["nodes_in"], ".0f"),
-            show(1e6 * row["cpu_seconds_without_gc"] / row["nodes_in"], ".0f"),
         )
         for row in passes
     )
-    headers = ("", "nodes", "after", "converted", *PASSES, "total s", "CPU s", "us/node", "no GC")
+    headers = ("", "nodes", "after", "converted", *PASSES, "total s", "CPU s", "us/node")
     tables = [Grid("Seconds of each pass on stacks of Llama-3-8B blocks", headers, rows)] if rows else []
     compiles = tuple(
         (
@@ -300,12 +285,9 @@ def print_goals(found: dict[str, Any]) -> None:
     console.print()
     for goal, met in found["goals"].items():
         console.print(f"{goal}: {words[met]}")
-    for kind, value in found["exponents_without_gc"].items():
+    for kind, value in found["exponents"].items():
         if value is not None:
-            with_gc = found["exponents"][kind]
-            console.print(
-                f"  {kind}: CPU time ~ nodes ** {value:.2f} ({with_gc:.2f} with garbage collection)"
-            )
+            console.print(f"  {kind}: CPU time ~ nodes ** {value:.2f}")
 
 
 def cases(nodes: Sequence[int], quick: bool) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ from .bias import biases_in_gemms
 from .check import Known, check, signature
 from .choice import EMPTY, Choice, Convert, Skip, decision
 from .collectives import Collectives, Wire
+from .collector import collector_paused
 from .concatenations import Concatenations
 from .describe import describe
 from .find import Find, Found
@@ -167,6 +168,10 @@ class Pipeline:
 
         A graph in which nothing is converted is left exactly as it was.
         """
+        with collector_paused():
+            return self._rewritten(graph)
+
+    def _rewritten(self, graph: fx.Graph) -> GraphReport:
         report = GraphReport(self.recipe.name, training=has_backward(graph))
         outputs = signature(graph) if self.debug else None
         halves.mark(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -70,8 +71,10 @@ def set_value_by_layout(node: fx.Node) -> None:
         set_value(node)
         return
     source: torch.Tensor = node.all_input_nodes[0].meta["val"]
-    value = None if (known := _RESULTS.get(key)) is None else _made_of(source, known)
-    if value is not None:
+    known = _RESULTS.get(key)
+    value = None if known is None else _made_of(source, known)
+    if value is not None and known is not None:
+        _remember(value, known.layout)
         node.meta["val"] = value
         return
     set_value(node)
@@ -120,22 +123,37 @@ _UNKNOWN = object()
 
 def _key(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        value = value.meta["val"]
-        layout = _layout_of(value) if is_fake(value) else None
+        layout = _layout_of(value.meta["val"])
         return _UNKNOWN if layout is None else layout
     if isinstance(value, (tuple, list)):
         parts = tuple(map(_key, value))
         return _UNKNOWN if _UNKNOWN in parts else parts
     if isinstance(value, dict):
-        return _key(tuple(value.items()))
+        return _key(tuple(value.items())) if value else ()
     return type(value), value  # 1, 1.0 and True are equal
 
 
 def _layout_of(value: Any) -> _Layout | None:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    """The layout of a fake tensor of static size; it stays what it was when first asked for."""
+    known = _LAYOUTS.get(id(value))
+    if known is not None and known[0]() is value:
+        return known[1]
+    if not is_fake(value) or value.layout is not torch.strided:
         return None
     layout = _Layout(tuple(value.shape), value.stride(), value.dtype, value.device)
-    return layout if all(type(size) is int for size in (*layout.shape, *layout.stride)) else None
+    static = layout if all(type(size) is int for size in (*layout.shape, *layout.stride)) else None
+    _remember(value, static)
+    return static
+
+
+#: By the identity of a fake tensor, which is asked for its layout by every node that reads it.
+_LAYOUTS: dict[int, tuple[weakref.ref[torch.Tensor], _Layout | None]] = {}
+
+
+def _remember(value: torch.Tensor, layout: _Layout | None) -> None:
+    if len(_LAYOUTS) >= _RESULTS_KEPT:
+        _LAYOUTS.clear()
+    _LAYOUTS[id(value)] = weakref.ref(value), layout
 
 
 @lru_cache(maxsize=256)

@@ -207,7 +207,7 @@ def test_a_choice_of_the_cases_is_no_complete_result(benchmark, some, tmp_path, 
         return True
 
     monkeypatch.setattr(common, "run_cases", run_cases)
-    monkeypatch.setattr(benchmark, "summary", lambda rows: {"goals": {}, "exponents_without_gc": {}})
+    monkeypatch.setattr(benchmark, "summary", lambda rows: {"goals": {}, "exponents": {}})
     monkeypatch.setattr(benchmark, "grids", lambda result: [])
     monkeypatch.setattr(linear_sweep, "print_verdicts", lambda found: None)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -134,3 +136,26 @@ def test_thresholds_of_a_tied_weight(monkeypatch):
     joint_graphs(f, x, weight, transform=lambda graph: reports.append(pipeline(graph)))
     assert all("pays for M >=" in decision.detail for decision in reports[0].decisions)
     assert plans.count(36) == len(plans) < 36
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_looked_for_meanwhile(was_on, fails):
+    seen = []
+
+    def watch(name, text):
+        seen.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("stopped")
+
+    pipeline = Options.parse({"select": "all"}).pipeline(watch=watch)
+    x, w = randn(16, 32), randn(48, 32)
+    if not was_on:
+        gc.disable()
+    try:
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            joint_graphs(F.linear, x, w, transform=pipeline)
+        assert gc.isenabled() is was_on
+    finally:
+        gc.enable()
+    assert not any(seen) and seen
