@@ -175,8 +175,9 @@ def _compile_with_weights(
     options = compiler.options
     if compiler.freezes:
         return compiler(gm, example_inputs, graph_pass)
+    graph_pass.should_keep = options.weights == "cached" and weight_inputs.should_keep_some(example_inputs)
     if not weight_inputs.candidates(example_inputs, options.experts).weights:
-        return _keeping_none(compiler(gm, example_inputs, graph_pass), example_inputs, graph_pass, options)
+        return compiler(gm, example_inputs, graph_pass)
     plain, training = (graph_pass.pipeline, graph_pass.key), False
     try:
         casts_of = partial(_casts, gm, example_inputs, options, graph_pass)
@@ -197,26 +198,10 @@ def _compile_with_weights(
         log.debug("f8fx: no weight inputs", exc_info=error)
         graph_pass.forget()
         graph_pass.pipeline, graph_pass.key = plain
-        compiled = compiler(gm, example_inputs, graph_pass)
+        graph_pass.should_keep = False
         training = weight_inputs.may_train(example_inputs)
-    else:
-        compiled = _keeping_none(
-            compiler(gm, example_inputs, graph_pass), example_inputs, graph_pass, options
-        )
+    compiled = compiler(gm, example_inputs, graph_pass)
     return weight_inputs.noting_training(compiled) if training else compiled
-
-
-def _keeping_none(
-    compiled: Callable[..., Any], example_inputs: Sequence[Any], graph_pass: GraphPass, options: Options
-) -> Callable[..., Any]:
-    """A compiled graph for which no copy of a weight is kept; says so where inference converts layers."""
-    infers = any(report.converted and not report.training for report in graph_pass.reports)
-    if options.weights == "cached" and infers and weight_inputs.should_keep_some(example_inputs):
-        _warn_once(
-            'f8fx: weights="cached" keeps nothing for a graph: no matmul that it converts reads an nn.Parameter that '
-            "is an input of the graph, and what else it reads is quantized in every call"
-        )
-    return compiled
 
 
 def _casts(
@@ -319,6 +304,12 @@ def _publish(graph_pass: GraphPass, options: Options) -> None:
         reports = load_report(graph_pass.key, options.recipe.name)
         for report in reports:
             graph_pass.confirm(report.traffic)
+    infers = any(report.converted and not report.training for report in reports)
+    if graph_pass.should_keep and infers and not any(report.reused_weights for report in reports):
+        _warn_once(
+            'f8fx: weights="cached" keeps nothing for a graph: no matmul that it converts reads an nn.Parameter that '
+            "is an input of the graph, and what else it reads is quantized in every call"
+        )
     for report in reports:
         publish(report)
         if options.verbose:

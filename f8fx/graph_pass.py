@@ -49,6 +49,8 @@ class GraphPass(CustomGraphPass):
         self.before = tuple(before)
         self.tuning = tuning
         self.known = known
+        #: copies of weights are to be kept, and no warning has said why they are not
+        self.should_keep = False
         self.reports: list[GraphReport] = []
         #: on graphs that came with rewritten nodes in them; published where there is no other report
         self.met_again: list[GraphReport] = []
