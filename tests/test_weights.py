@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
 import f8fx
 from f8fx import ops, recording
@@ -302,7 +303,7 @@ def test_a_graph_none_of_whose_weights_is_kept_says_so(monkeypatch, how, casts):
     assert len(casts) == 4
 
 
-@pytest.mark.parametrize("what", ["kept", "left", "stored", "training"])
+@pytest.mark.parametrize("what", ["kept", "left", "stored", "torchao", "training"])
 def test_and_no_other_does(monkeypatch, recwarn, what):
     monkeypatch.setattr("f8fx.backend._WARNED", set())
     model, x = Net(), x16()
@@ -310,6 +311,8 @@ def test_and_no_other_does(monkeypatch, recwarn, what):
         for layer in (model.first, model.second):
             layer.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
             layer.forward = lambda x, layer=layer: F.linear(x, layer.weight.to(x.dtype), layer.bias)
+    if what == "torchao":
+        quantize_(model, Float8WeightOnlyConfig())
     f8 = compiled(model, weights="cached", filter_fqns=["first", "second"] if what == "left" else [])
     if what == "training":
         f8(x).sum().backward()

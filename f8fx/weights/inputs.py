@@ -10,7 +10,7 @@ recompilations and CUDA graphs need to know nothing about them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -57,9 +57,18 @@ def candidates(
 def should_keep_some(example_inputs: Sequence[Any]) -> bool:
     """Whether it takes a word that no copies are kept: no weight is float8 itself, and no other warning gives a reason."""
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    if any(value.dtype.is_floating_point and value.dtype.itemsize == 1 for value in tensors):
+    if any(part.dtype.is_floating_point and part.dtype.itemsize == 1 for part in _parts(tensors)):
         return False
     return not any(isinstance(value, nn.Parameter) and refusal(value) for value in tensors)
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and those that a subclass consists of."""
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            yield from _parts([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+        else:
+            yield tensor
 
 
 def may_train(example_inputs: Sequence[Any]) -> bool:

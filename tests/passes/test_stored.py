@@ -342,6 +342,19 @@ def test_scales_of_rows_beside_one_of_the_input_through_inductor():
 
 
 @needs_rowwise
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_torchao_stores(recipe):
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    model, x = nn.Sequential(nn.Linear(32, 48, bias=False, dtype=bf16)), randn(2, 16, 32, grad=False)
+    quantize_(model, Float8WeightOnlyConfig())
+    weight = model[0].weight
+    (report,), got = recorded(compiled(model, recipe=recipe), x)
+    assert [d.detail for d in report.decisions] == [ALREADY]
+    same_bits(got, read(x, weight.qdata, weight.scale, recipe, scaled))
+
+
+@needs_rowwise
 def test_padding_beside_scales_of_rows():
     layer, x = Rows(n=50).stored, randn(16, 32, grad=False)
     w = F.pad(layer.weight.to(bf16), (0, 0, 0, 14)).to(fp8)
