@@ -307,7 +307,7 @@ def _publish(graph_pass: GraphPass, options: Options) -> None:
     infers = any(report.converted and not report.training for report in reports)
     if graph_pass.should_keep and infers and not any(report.reused_weights for report in reports):
         _warn_once(
-            'f8fx: weights="cached" keeps nothing for a graph: no matmul that it converts reads an nn.Parameter that '
+            'f8fx: weights="cached" keeps nothing for a graph: no matmul that it converts reads a plain nn.Parameter that '
             "is an input of the graph, and what else it reads is quantized in every call"
         )
     for report in reports:
