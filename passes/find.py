@@ -258,8 +258,9 @@ class _Walk:
     def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the left operand is, and not the right one."""
         parameters = self.of_parameters.all
-        if left in parameters or right in parameters:
-            return right not in parameters
+        for there in (parameters, self.of_parameters.held):
+            if left in there or right in there:
+                return right not in there
         # where parameters are known, any other input is data
         return not parameters and input_of(left) is not None and not is_part_of_input(right)
 

@@ -497,6 +497,28 @@ def test_layers_of_one_input_are_read_apart():
     assert [m.reason for m in report.merges if not m.merged] == ["the weight is float8 already"]
 
 
+class Buffers(nn.Module):
+    """Layers of one input that hold what they store as buffers, and no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        for name, n in (("a", 48), ("b", 64)):
+            self.register_buffer(name, kept(n, 32))
+            self.register_buffer(f"{name}_scale", torch.tensor(0.5))
+
+    def forward(self, x):
+        return scaled(x, self.a, self.a_scale), scaled(x, self.b, self.b_scale)
+
+
+def test_buffers_are_weights():
+    model, x = Buffers(), randn(16, 32, grad=False)
+    (report,), (a, b) = recorded(compiled(model, target="h100"), x)
+    assert [d.detail for d in report.decisions] == [ALREADY] * 2
+    assert [m.reason for m in report.merges if not m.merged] == ["the weight is float8 already"]
+    same_bits(a, read(x, model.a, model.a_scale, "tensorwise", scaled))
+    same_bits(b, read(x, model.b, model.b_scale, "tensorwise", scaled))
+
+
 def test_what_it_does_not_cost_counts():
     """A layer too small to pay for the cast of its weight pays where there is none."""
     x = randn(4096, 1024, grad=False)
