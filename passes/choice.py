@@ -43,14 +43,17 @@ class Convert:
 
     def quant_spec(self, operand: Operand) -> QuantSpec:
         """How one of its operands is quantized, or was when it was stored."""
-        is_first = operand.kind == ROLE_OPERANDS[self.gemm.role][0]
-        return self.spec.left if is_first else self.spec.right
+        return self.spec.left if self._is_first(operand) else self.spec.right
 
     def with_rows(self, operand: Operand) -> Convert:
         """The same with a scale for each row of the operand, or for each column."""
-        side = "left" if operand.kind == ROLE_OPERANDS[self.gemm.role][0] else "right"
-        spec = replace(getattr(self.spec, side), granularity="rowwise")
-        return replace(self, spec=replace(self.spec, **{side: spec}))
+        rows = replace(self.quant_spec(operand), granularity="rowwise")
+        both = replace(self.spec, left=rows) if self._is_first(operand) else replace(self.spec, right=rows)
+        return replace(self, spec=both)
+
+    def _is_first(self, operand: Operand) -> bool:
+        """Whether it is the first of its role's two, which `spec` has on the left; the graph may have it on the right."""
+        return operand.kind == ROLE_OPERANDS[self.gemm.role][0]
 
 
 def reading(conversion: Convert, replaced: Mapping[fx.Node, fx.Node]) -> Convert:

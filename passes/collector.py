@@ -12,7 +12,7 @@ def collector_paused() -> Iterator[None]:
     """A block in which Python looks for no garbage.
 
     A pass makes nodes and fake values by the thousand, which last, and next to no garbage. Looking for it took a fifth of the
-    passes' time on graphs of 16,000 nodes (``python -m benchmarks.compile_time``).
+    passes' time on graphs of 16,000 nodes.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -71,10 +70,8 @@ def set_value_by_layout(node: fx.Node) -> None:
         set_value(node)
         return
     source: torch.Tensor = node.all_input_nodes[0].meta["val"]
-    known = _RESULTS.get(key)
-    value = None if known is None else _made_of(source, known)
-    if value is not None and known is not None:
-        _remember(value, known.layout)
+    value = None if (known := _RESULTS.get(key)) is None else _made_of(source, known)
+    if value is not None:
         node.meta["val"] = value
         return
     set_value(node)
@@ -123,37 +120,22 @@ _UNKNOWN = object()
 
 def _key(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        layout = _layout_of(value.meta["val"])
+        value = value.meta["val"]
+        layout = _layout_of(value) if is_fake(value) else None
         return _UNKNOWN if layout is None else layout
     if isinstance(value, (tuple, list)):
         parts = tuple(map(_key, value))
         return _UNKNOWN if _UNKNOWN in parts else parts
     if isinstance(value, dict):
-        return _key(tuple(value.items())) if value else ()
+        return _key(tuple(value.items()))
     return type(value), value  # 1, 1.0 and True are equal
 
 
 def _layout_of(value: Any) -> _Layout | None:
-    """The layout of a fake tensor of static size; it stays what it was when first asked for."""
-    known = _LAYOUTS.get(id(value))
-    if known is not None and known[0]() is value:
-        return known[1]
-    if not is_fake(value) or value.layout is not torch.strided:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     layout = _Layout(tuple(value.shape), value.stride(), value.dtype, value.device)
-    static = layout if all(type(size) is int for size in (*layout.shape, *layout.stride)) else None
-    _remember(value, static)
-    return static
-
-
-#: By the identity of a fake tensor, which is asked for its layout by every node that reads it.
-_LAYOUTS: dict[int, tuple[weakref.ref[torch.Tensor], _Layout | None]] = {}
-
-
-def _remember(value: torch.Tensor, layout: _Layout | None) -> None:
-    if len(_LAYOUTS) >= _RESULTS_KEPT:
-        _LAYOUTS.clear()
-    _LAYOUTS[id(value)] = weakref.ref(value), layout
+    return layout if all(type(size) is int for size in (*layout.shape, *layout.stride)) else None
 
 
 @lru_cache(maxsize=256)

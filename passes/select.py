@@ -20,7 +20,7 @@ from f8fx import ops
 from f8fx.cost import CostModel
 from f8fx.hardware import ALIGNMENT, Hardware
 from f8fx.lacks import lacks, lacks_grouped, not_grouped
-from f8fx.recipe import HIGH_DTYPES, Recipe
+from f8fx.recipe import HIGH_DTYPES, QuantSpec, Recipe
 from f8fx.report import NO_TENSOR_CORES, GemmInfo, dtype_name
 from f8fx.torch_private import overwritten_inputs, size_hint, statically_true
 
@@ -162,21 +162,14 @@ class Select:
                 continue
             along = contracted(operand, operand is gemm.left)
             rowwise = choice.quant_spec(operand).granularity == "rowwise"
-            if not found.serves(dtype, along if rowwise else None):
-                if rowwise or not self._takes_rows(gemm, operand) or not found.serves(dtype, along):
-                    continue
-                choice = choice.with_rows(operand)
-            as_stored.append(operand.kind)
+            if found.serves(dtype, along if rowwise else None):
+                as_stored.append(operand.kind)
+            elif not rowwise and not gemm.experts and found.serves(dtype, along):
+                with_rows = choice.with_rows(operand)
+                if not self._lacks(gemm, with_rows.quant_spec(operand)):
+                    choice = with_rows
+                    as_stored.append(operand.kind)
         return replace(choice, as_stored=tuple(as_stored))
-
-    def _takes_rows(self, gemm: Gemm, operand: Operand) -> bool:
-        """Whether a gemm may have an operand with scales of rows under a recipe that gives it one scale."""
-        if gemm.experts:
-            return False
-        spec = replace(self._operand_spec(gemm, operand), granularity="rowwise")
-        if lacks(self.hardware_of(gemm.device), spec):
-            return False
-        return not self.runs or not lacks(_hardware_of(gemm.device), spec)
 
     def _operand_spec(self, gemm: Gemm, operand: Operand):
         spec = self.recipe.operand(gemm.role, operand.kind)
@@ -207,13 +200,18 @@ class Select:
             hint = 'select="all" converts anyway, as an emulation'
             return Skip(gemm, f"{NO_TENSOR_CORES} {hardware.name}", hint)
         for operand in (gemm.left, gemm.right):
-            spec = self._operand_spec(gemm, operand)
-            if missing := lacks(hardware, spec):
+            if missing := self._lacks(gemm, self._operand_spec(gemm, operand)):
                 return Skip(gemm, missing)
-            dtype = hardware.float8_dtypes[spec.dtype]
-            if self.runs and (missing := lacks(_hardware_of(gemm.device), spec, dtype)):
-                return Skip(gemm, f"target {hardware.name}: {missing}")
         return None
+
+    def _lacks(self, gemm: Gemm, spec: QuantSpec) -> str:
+        """What is missing for an operand, where the gemm is decided for or where it is to run; "" if nothing is."""
+        hardware = self.hardware_of(gemm.device)
+        if missing := lacks(hardware, spec):
+            return missing
+        dtype = hardware.float8_dtypes[spec.dtype]
+        missing = lacks(_hardware_of(gemm.device), spec, dtype) if self.runs else ""
+        return f"target {hardware.name}: {missing}" if missing else ""
 
     def _experts_guard(self, gemm: Gemm) -> Skip | None:
         """What ``torch._scaled_grouped_mm`` takes: certain operands, sizes in multiples of 16, a bfloat16 result."""

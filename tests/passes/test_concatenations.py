@@ -399,3 +399,17 @@ def test_weights_in_memory_of_which_rows_and_columns_are_scaled():
             return F.linear(x.sin(), torch.cat([self.a, self.b], -1))
 
     assert stays(Joined(), randn(16, 64), recipe="rowwise")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_scales_of_an_input_alone_count(recipe):
+    """Not those of its weights, which are stored with scales of rows: under ``tensorwise`` the input has one."""
+
+    def f(a, b, v, w, s):
+        x = torch.cat([a, b], -1)
+        return [F.linear(x, (each.float() * s).to(torch.bfloat16)) for each in (v, w)]
+
+    a, b = randn(16, 32, grad=False), randn(16, 32, grad=False, seed=1)
+    v, w = (randn(48, 64, grad=False, seed=i).to(torch.float8_e4m3fn) for i in (2, 3))
+    text = graph_after(f, a, b, v, w, torch.ones(48, 1), recipe=recipe)
+    assert ("f8fx.concat" in text) is (recipe == "rowwise")
