@@ -72,11 +72,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """When all files that are to run have been imported."""
     import tests.preloaded  # noqa: F401
 
+    if "PYTEST_XDIST_WORKER" in os.environ:  # many tests, of which some start processes that generate code
+        instructions_found_once()
+
+
+def instructions_found_once() -> None:
+    """Processes that tests start are told that what the CPU says of its instructions is true, if it is.
+
+    To find out, Inductor compiles a program for each set of them and loads it in a process that imports torch: seconds,
+    and in every process again.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    with config.patch({"cpp.vec_isa_ok": True}):
+        said = cpu_vec_isa.valid_vec_isa_list.__wrapped__()
+    if said == cpu_vec_isa.valid_vec_isa_list():
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+
 
 @pytest.fixture(autouse=True, scope="module")
 def garbage_of_one_file():
-    """What earlier files have left, such as caches, the garbage collector need not look at again and again."""
-    gc.unfreeze()
+    """What earlier files have left, such as caches, the garbage collector never looks at again: there is ever more of it."""
     gc.collect()
     gc.freeze()
 

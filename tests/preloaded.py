@@ -12,10 +12,12 @@ import torch._dynamo
 import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 
 import f8fx.backend
 import f8fx.fsdp  # noqa: F401
+import tests.distributed.harness  # noqa: F401
 
 gc.collect()
 gc.freeze()

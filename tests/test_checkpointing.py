@@ -45,6 +45,7 @@ class Net(nn.Module):
         return x
 
 
+@functools.cache
 def saved(
     mode: str,
     recipe: str | None,

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from f8fx import ops
-from f8fx.recipe import PRESETS
 from f8fx.report import recording
 from f8fx.torch_private import fake_tensor_mode, size_hint
 from tests.helpers import Experts, bf16, compiled, randn, report_of, sqnr
@@ -51,7 +50,10 @@ def first(rows, of=64):
     return mask
 
 
-@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.long)],
+)
 def test_results_are_those_of_as_many_rows(recipe):
     """To the bit, but for where rowwise scales are applied."""
     model, x = Chosen(), randn(64, 32)
@@ -72,7 +74,7 @@ def test_results_are_those_of_as_many_rows(recipe):
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.long)])
 def test_through_inductor(recipe):
     model, x = Chosen(), randn(64, 32)
     call = compiled(model, fullgraph=True, recipe=recipe, executor="inductor")

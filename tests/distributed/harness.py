@@ -5,7 +5,8 @@ A *check* is a function without arguments that asserts. Every rank runs all of t
 test of its own.
 
 Importing torch, Dynamo and Inductor takes a process more time than most checks do. So ranks are forked from a
-server that has imported them (:mod:`tests.processes`).
+server that has imported them (:mod:`tests.processes`). What one model has compiled, others use again, as in a process
+of a user's: a check that is of compiling, or of what is said then, resets Dynamo itself.
 
 Many processes on few cores may also fail for reasons of the machine's. Ranks of which one was ended by a signal,
 or that stand still, are started once more, and a warning tells with what stacks they ended; what a check
@@ -111,7 +112,6 @@ def _run(rank: int, world_size: int, checks: list[Check], folder: str) -> None:
         torch._dynamo.config.recompile_limit = 100
         found = {}
         for check in checks:
-            torch._dynamo.reset()  # what one model has compiled, others of a check use again
             ledger._AGREED.clear()  # so that a check's graphs are compared in calls for what it compiles itself
             torch.manual_seed(0)
             try:

@@ -24,6 +24,7 @@ from tests.distributed.harness import join_group, run_checks
 from tests.distributed.models import Net, Setup, assert_same, batch, loss_of, whole, world_mesh
 from tests.distributed.simple_fsdp import simple_fsdp
 from tests.helpers import bf16, compiled
+from tests.long import with_long
 from tests.processes import start
 
 WORLD, VICTIM = 3, 1
@@ -129,8 +130,9 @@ FAULTS = {
     "killed before a gather of FSDP2's backward": (fsdp2, GATHER, 3, die),
     "killed before a gather in the graph": (in_graph, GATHER, 2, die),
     "stalled before FSDP2's reduction of amaxes": (fsdp2, AMAXES, 1, stall),
-    "stalled before a reduction of amaxes in the graph": (in_graph, AMAXES, 1, stall),
 }
+if with_long((), True):
+    FAULTS["stalled before a reduction of amaxes in the graph"] = (in_graph, AMAXES, 1, stall)
 
 
 def train_until(rank: int, fault: str, folder: str) -> None:

@@ -38,7 +38,7 @@ def runs(setup: Setup, ranks: list[int]) -> dict[str, dict[str, Tensor]]:
 def same_as_one_process():
     """Where all ranks see the same data, so that the mean of their gradients is the gradient of one."""
     own = 1 + dist.get_rank()
-    for recipe in with_long(RECIPES[:2], *RECIPES[2:]):
+    for recipe in with_long(RECIPES[1:2], *RECIPES[::2]):
         one = runs(Setup(recipe), [0])
         plain = runs(Setup(recipe, world_mesh()), [0, own])
         float8 = runs(Setup(recipe, world_mesh(), float8=True), [0, own])

@@ -103,7 +103,6 @@ def one_reduction_whatever_is_wrapped():
     """Also where the root itself holds converted weights, and with prefetching by hand."""
     usual = (True, "step"), (False, "forward")
     for prefetch, scales in with_long(usual, (False, "step"), (True, "forward")):
-        torch._dynamo.reset()
         enable, shard = {"scales": scales}, {"reshard_after_forward": False}
         model = Setup("tensorwise", world_mesh(), True, shard=shard, enable=enable).build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -128,7 +127,6 @@ def root_holds_converted_weights():
     results = []
     for scales in (None, "step", "forward"):
         torch.manual_seed(0)
-        torch._dynamo.reset()
         model = Net().to(bf16)
         if scales:
             assert all(d.converted for d in enable_float8_all_gather(model, scales=scales))

@@ -116,6 +116,8 @@ def check_ddp():
 
 CHECKS = checks_of(
     dict(globals()),
+    check_ddp,
+    check_tensor_parallel,
     check_that_what_is_sent_is_rounded_first,
 )
 outcome = outcome_fixture(2, CHECKS)

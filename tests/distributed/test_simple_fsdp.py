@@ -57,13 +57,26 @@ class Net(nn.Module):
         return self.head(self.block(x))
 
 
+class Layers(nn.Module):
+    """Where two weights are enough."""
+
+    def __init__(self, dtype=bf16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.head = nn.Linear(128, 192, bias=False), nn.Linear(192, 51, bias=False)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.up(x)))
+
+
 def mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
-def sharded(placement=0, dtype=bf16, over=mesh, **kwargs):
+def sharded(placement=0, dtype=bf16, over=mesh, net=Net, **kwargs):
     """The net, sharded; along the last dimension for ``placement=-1``, vectors always along their only one."""
-    return simple_fsdp(Net(dtype), over(), placement, **kwargs)
+    return simple_fsdp(net(dtype), over(), placement, **kwargs)
 
 
 def full(tensor):
@@ -195,7 +208,7 @@ def check_native_float8_is_what_gloo_rejects():
 
 def check_native_float8_is_refused_on_gloo():
     with recording() as reports:
-        compiled(sharded(), wire="float8")(randn(2, 16, 128))
+        compiled(sharded(net=Layers), wire="float8")(randn(2, 16, 128))
     assert {gather.reason for gather in reports[0].gathers} == {"gloo sends no float8"}
 
 
@@ -266,7 +279,7 @@ def check_experts():
 
 def check_resharded_after_the_forward():
     """Every gather is redone in the backward: one copy twice, or rows' copies, then columns'."""
-    for recipe in with_long(("rowwise_with_gw_hp",), "tensorwise"):
+    for recipe in ("rowwise_with_gw_hp", "tensorwise"):
         compare_gathers(reshard=True, recipe=recipe)
 
 
@@ -295,7 +308,7 @@ def check_bytes_sent():
 def check_bytes_sent_under_checkpointing():
     """What is gathered twice is gathered twice in float8, each copy once; amaxes are reduced once."""
     weights = 3 * 128 * 192 + 52 * 128  # the head has 51 rows, padded to 52
-    for recipe in with_long(("tensorwise", "rowwise"), "rowwise_with_gw_hp"):
+    for recipe in with_long(("rowwise",), "tensorwise", "rowwise_with_gw_hp"):
         step = compiled(sharded(reshard=True), recipe=recipe)
         for _ in range(2):  # the second one compiles nothing
             with InGraph() as sent:
@@ -315,12 +328,12 @@ def check_nan_and_inf_are_not_hidden():
     for value in with_long((float("nan"),), float("inf")):
         outputs = []
         for wire in ("auto", "off"):
-            model = sharded()
+            model = sharded(net=Layers)
             with torch.no_grad():
-                weight = model.block.up._parameters["weight"].to_local()
+                weight = model.up._parameters["weight"].to_local()
                 if dist.get_rank() == 1:
                     weight[3, 5] = value
-            with moving(4 if wire == "auto" else 0):
+            with moving(2 if wire == "auto" else 0):
                 outputs.append(compiled(model, wire=wire)(randn(2, 16, 128)).detach())
         assert outputs[0].isnan().all()
         assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
@@ -330,16 +343,16 @@ def check_inference():
     model = sharded()
     x = randn(2, 16, 128, grad=False)
     with torch.no_grad():
-        for recipe in ("tensorwise", "rowwise"):
+        for recipe in with_long(("rowwise",), "tensorwise"):
             with moving():
                 found = compiled(model, recipe=recipe)(x)
             assert torch.equal(found, compiled(model, recipe=recipe, wire="off")(x))
 
 
 def check_ranks_that_decide_differently_get_an_error():
-    filters = {"filter_fqns": ["gate"]} if dist.get_rank() else {}
+    filters = {"filter_fqns": ["up"]} if dist.get_rank() else {}
     with pytest.raises(Exception, match="ranks decided differently about one graph"):
-        compiled(sharded(), **filters)(randn(2, 16, 128))
+        compiled(sharded(net=Layers), **filters)(randn(2, 16, 128))
 
 
 def check_a_rank_that_leaves_its_gathers_alone_is_an_error():
@@ -357,7 +370,7 @@ def check_a_rank_that_leaves_its_gathers_alone_is_an_error():
             Exception, match="before the gather|not all ranks did" if alone else "rank 1 .* not all ranks did"
         ),
     ):
-        compiled(sharded(dtype=torch.float16), wire="off" if alone else "auto")(
+        compiled(sharded(dtype=torch.float16, net=Layers), wire="off" if alone else "auto")(
             randn(2, 16, 128, dtype=torch.float16)
         )
 
@@ -365,7 +378,9 @@ def check_a_rank_that_leaves_its_gathers_alone_is_an_error():
 def check_ranks_that_run_graphs_of_two_decisions_get_an_error():
     """All have compiled both, for few rows and for many; then one has few and nobody compiles."""
     for recipe, training in with_long((("tensorwise", True),), ("rowwise", False)):
-        f8 = compiled(sharded(), recipe=recipe, dynamic=False, filter_fn=lambda fqn, gemm: int(gemm.m) >= 32)
+        f8 = compiled(
+            sharded(net=Layers), recipe=recipe, dynamic=False, filter_fn=lambda fqn, gemm: int(gemm.m) >= 32
+        )
         with torch.set_grad_enabled(training):
             for rows in (64, 16, 64, 16):
                 f8(randn(rows, 128))
@@ -376,7 +391,7 @@ def check_ranks_that_run_graphs_of_two_decisions_get_an_error():
 
 def check_a_rank_that_compiles_alone_waits_no_longer_than_its_group_would():
     """Anew, where all have decided before; and a graph that no other rank has."""
-    known, unknown = sharded(), sharded(dtype=torch.float32)
+    known, unknown = sharded(net=Layers), sharded(dtype=torch.float32, net=Layers)
     compiled(known)(randn(2, 16, 128))
     if dist.get_rank() == 0:
         return
@@ -386,7 +401,7 @@ def check_a_rank_that_compiles_alone_waits_no_longer_than_its_group_would():
     _set_pg_timeout(timedelta(seconds=2), group)  # of this rank only
     try:
         with pytest.raises(Exception, match="rank 0 compiled none within 1 s"):
-            compiled(known, filter_fqns=["gate"])(randn(2, 16, 128))
+            compiled(known, filter_fqns=["up"])(randn(2, 16, 128))
         with pytest.raises(Exception, match="rank 0 compiled no such graph within 2 s"):
             compiled(unknown)(randn(2, 16, 128))
     finally:
@@ -397,6 +412,7 @@ CHECKS = checks_of(
     dict(globals()),
     check_experts,
     check_mixed_precision,
+    check_resharded_after_the_forward,
     check_scales_over_any_dimensions,
     check_that_rounded_shards_are_not_saved,
 )
@@ -429,9 +445,9 @@ def hybrid():
 def uneven_over_two_dimensions():
     """DTensor pads what the inner gather gives on some ranks alone, up to torch 2.13: all leave it, or none does."""
     mesh = init_device_mesh("cpu", (2, 2))
-    for recipe, (shape, placements) in itertools.product(
-        ("rowwise", "tensorwise"), [((48, 33), [Shard(1), Shard(0)]), ((33, 32), [Shard(0), Shard(0)])]
-    ):
+    by_columns, by_rows = ((48, 33), [Shard(1), Shard(0)]), ((33, 32), [Shard(0), Shard(0)])
+    usual = ("rowwise", by_columns), ("tensorwise", by_rows)
+    for recipe, (shape, placements) in with_long(usual, ("rowwise", by_rows), ("tensorwise", by_columns)):
         weight = distribute_tensor(randn(*shape, grad=False), mesh, placements).requires_grad_()
 
         def layer(x, weight=weight):

@@ -35,7 +35,9 @@ every_run = pytest.mark.parametrize(
     ("name", "recipe"),
     [pytest.param(*run, marks=pytest.mark.long if run[0] in SELDOM else ()) for run in RUNS],
 )
-every_case = pytest.mark.parametrize("name", CASES)
+every_model = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n in SELDOM else n for n in CASES]
+)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +106,7 @@ def test_what_is_left_and_why(name: str, recipe: str):
     assert Counter((d.fqn, d.reason, d.role != "output") for d in left) == wanted
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long) if n in SELDOM else n for n in CASES]
-)
+@every_model
 def test_sizes_belong_to_the_module_that_is_named(name: str):
     """A wrong name or role would show a size that the module's weight does not have."""
     run = training.run(name, "tensorwise")
@@ -151,7 +151,7 @@ def test_state_is_untouched(name: str, recipe: str):
         assert torch.equal(after[key].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), key
 
 
-@every_case
+@every_model
 def test_no_type_of_f8fx_is_in_the_model(name: str):
     model, untouched = training.run(name, "tensorwise").model, training.initial(name)
     for (path, module), original in zip(model.named_modules(), untouched.modules(), strict=True):

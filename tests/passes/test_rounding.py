@@ -215,7 +215,7 @@ def test_an_operand_that_only_matmuls_read_is_not_rounded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
 def test_as_inductor_runs_it(recipe):
     """A bias, an operand and both gradients: NaN, and no element that is the largest, without rounding."""
 
