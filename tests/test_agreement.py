@@ -32,9 +32,9 @@ MOVED = ("all_reduce i32[]", "all_gather_into_tensor e4m3[96,64]")
 SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
 
 
-@pytest.fixture(params=["hash", "file"])
+@pytest.fixture(params=["hash", pytest.param("file", marks=pytest.mark.long)])
 def store(request, tmp_path):
-    """With and without the extended interface that TCP stores have."""
+    """With the extended interface that TCP stores have; and without, as ranks of :mod:`tests.distributed` have it."""
     return dist.HashStore() if request.param == "hash" else dist.FileStore(str(tmp_path / "store"), 3)
 
 

@@ -123,10 +123,13 @@ def decoder_block() -> nn.Module:
 
 
 #: A model, the shape of its input, options, and whether every rounding of eager execution is made.
-MODELS = {
-    "odd sizes": (GateUp, (ODD, 72), {}, True),
-    **dict(with_long((), ("layer norm and biases", (Gelu, (2, 24, 64), {}, True)))),
-}
+MODELS = dict(
+    with_long(
+        (),
+        ("odd sizes", (GateUp, (ODD, 72), {}, True)),
+        ("layer norm and biases", (Gelu, (2, 24, 64), {}, True)),
+    )
+)
 AS_USERS_RUN_IT = (Block, (48, 64), {}, False)
 MORE = {
     "tensorwise": {
