@@ -186,7 +186,7 @@ def load_report(key: CacheKey, recipe: str) -> list[GraphReport]:
 
 
 def _read_report(key: CacheKey) -> list[GraphReport] | None:
-    return load_json(_record(key), lambda reports: [*map(GraphReport.from_dict, reports)])
+    return load_json(_record(key), lambda reports: [*map(GraphReport.from_dict, reports)]) or None
 
 
 def store_weights(key: CacheKey, inputs: WeightInputs, training: bool) -> None:
