@@ -110,6 +110,7 @@ def _run(rank: int, world_size: int, checks: list[Check], folder: str) -> None:
         faulthandler.dump_traceback_later((LIMIT - GRACE).total_seconds(), file=stacks)
         join_group(rank, world_size, folder)
         torch._dynamo.config.recompile_limit = 100
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # else what follows would run uncompiled
         found = {}
         for check in checks:
             ledger._AGREED.clear()  # so that a check's graphs are compared in calls for what it compiles itself

@@ -130,9 +130,7 @@ FAULTS = {
     "killed before a gather of FSDP2's backward": (fsdp2, GATHER, 3, die),
     "killed before a gather in the graph": (in_graph, GATHER, 2, die),
     "stalled before FSDP2's reduction of amaxes": (fsdp2, AMAXES, 1, stall),
-}
-if with_long((), True):
-    FAULTS["stalled before a reduction of amaxes in the graph"] = (in_graph, AMAXES, 1, stall)
+} | dict(with_long((), ("stalled before a reduction of amaxes in the graph", (in_graph, AMAXES, 1, stall))))
 
 
 def train_until(rank: int, fault: str, folder: str) -> None:

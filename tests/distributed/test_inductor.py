@@ -93,14 +93,14 @@ def check_a_rank_is_not_served_the_code_of_another():
         return x.redistribute(placements=[Shard(0)]).to_local() @ w.to_local().t()
 
     wanted = compiled(step, executor="eager")(rows, weight)
-    for attempt in range(2):
+    for _ in range(2):
         torch._dynamo.reset()
         dist.barrier()  # all have written theirs
         with recording() as reports:
             found = compiled(step, executor="inductor")(rows, weight)
-        # torch 2.11 caches no graph with DTensors
-        assert reports[0].cached == (attempt == 1 and hasattr(DTensor, "_stable_hash_for_caching"))
         assert torch.equal(found, wanted)
+    # torch 2.11 caches no graph with DTensors
+    assert reports[0].cached == hasattr(DTensor, "_stable_hash_for_caching")
 
 
 def check_ddp():
