@@ -233,7 +233,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def grids(result: dict[str, Any]) -> list[Grid]:
-    """Seconds of each pass by nodes; shares of whole compiles."""
+    """The passes together by nodes; each of them on the largest graph; shares of whole compiles."""
     passes = [row for row in result["rows"] if row["part"] == "passes"]
     rows = tuple(
         (
@@ -241,15 +241,16 @@ def grids(result: dict[str, Any]) -> list[Grid]:
             f"{row['nodes_in']:,}",
             f"{row['nodes_out']:,}",
             f"{row['converted']} of {row['matmuls']}",
-            *(show(row["passes"].get(name), ".3f") for name in PASSES),
             show(row["seconds"], ".3f"),
             show(row["cpu_seconds"], ".3f"),
             show(1e6 * row["cpu_seconds"] / row["nodes_in"], ".0f"),
         )
         for row in passes
     )
-    headers = ("", "nodes", "after", "converted", *PASSES, "total s", "CPU s", "us/node")
-    tables = [Grid("Seconds of each pass on stacks of Llama-3-8B blocks", headers, rows)] if rows else []
+    headers = ("", "nodes", "after", "converted", "total s", "CPU s", "us/node")
+    tables = [Grid("Seconds of the passes on stacks of Llama-3-8B blocks", headers, rows)] if rows else []
+    if passes:
+        tables.append(_by_pass(passes))
     compiles = tuple(
         (
             f"{row['model']} {row['recipe']}, {row['device_type']}",
@@ -277,6 +278,15 @@ def grids(result: dict[str, Any]) -> list[Grid]:
     if compiles:
         tables.append(Grid("Share of a cold compile, forward and backward", compile_headers, compiles))
     return tables
+
+
+def _by_pass(rows: Sequence[Row]) -> Grid:
+    """Where the time of the largest graph goes: one line a pass."""
+    nodes = max(row["nodes_in"] for row in rows)
+    largest = [row for row in rows if row["nodes_in"] == nodes]
+    headers = ("", *(f"{row['recipe']} {row['select']}" for row in largest))
+    lines = tuple((name, *(show(row["passes"].get(name), ".3f") for row in largest)) for name in PASSES)
+    return Grid(f"Seconds of each pass on {nodes:,} nodes", headers, lines)
 
 
 def print_goals(found: dict[str, Any]) -> None:

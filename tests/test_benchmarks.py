@@ -311,6 +311,10 @@ def test_compile_time_at_a_thousand_nodes(tmp_path, capsys):
         assert set(row["passes"]) == set(compile_time.PASSES)
         # a thousand nodes take a tenth of a second; the bound is for a machine busy with other things
         assert row["seconds"] < 5
+    by_pass = next(grid for grid in compile_time.grids(result) if "each pass on" in grid.title)
+    assert [line[0] for line in by_pass.rows] == list(compile_time.PASSES)
+    largest = [row for row in result["rows"] if row["nodes"] == 2000]
+    assert by_pass.headers[1:] == tuple(f"{row['recipe']} {row['select']}" for row in largest)
     (page, image) = report.write(path)
     assert "tensorwise all" in page.read_text()
     assert image.stat().st_size > 10_000
