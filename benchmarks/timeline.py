@@ -124,7 +124,7 @@ def _is_shape(dims: Any) -> bool:
 def idle_us(found: Sequence[Launch]) -> float:
     """Microseconds between launches in which nothing ran, within each turn of a phase."""
     total = 0.0
-    for turn in {launch.turn for launch in found}:
+    for turn in {launch.turn for launch in found} - {-1}:  # that of what ran outside all
         end: float | None = None
         for launch in (x for x in found if x.turn == turn):
             if end is not None:

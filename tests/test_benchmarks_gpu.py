@@ -168,6 +168,8 @@ def test_a_profile_against_its_floor():
         dataclasses.replace(launch, start_us=launch.start_us + 5000, turn=launch.turn + 2) for launch in ran
     ]
     assert timeline.idle_us([*ran, *later]) == 2 * timeline.idle_us(ran)
+    outside = [dataclasses.replace(ran[0], phase="", turn=-1, start_us=start) for start in (2500, 9000)]
+    assert timeline.idle_us([*ran, *outside]) == timeline.idle_us(ran)
     # kernels of forward and backward may have the same name
     lowered = [
         Lowered(False, {"triton_red_fused_0": Kernel("triton_red_fused_0", 40_000_000)}),

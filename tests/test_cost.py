@@ -349,6 +349,34 @@ def test_transposed_copies_are_paid_for_on_every_target() -> None:
     assert CostModel(b200).layer(*shape, recipe) == strict.layer(*shape, recipe)
 
 
+def test_a_copy_reads_and_writes() -> None:
+    bandwidth = H100.hardware.memory_bandwidth * H100.calibration.memory_efficiency
+    assert H100.copy_seconds(10**9) == pytest.approx(2e9 / bandwidth)
+
+
+def test_gemms_by_hand() -> None:
+    """Compute that fills the GPU, memory that a single row waits for, and both with experts."""
+    hw, c = H100.hardware, H100.calibration
+    bandwidth = hw.memory_bandwidth * c.memory_efficiency
+    idle = c.fill * hw.sms * 128 * 256
+    m, k, n = 8192, 4096, 16384
+    high = 2 * (m * n + idle) * k / (c.bf16_efficiency * hw.bf16_flops) + hw.launch_overhead
+    assert H100.gemm_seconds(m, k, n, False) == pytest.approx(high)
+    # four bytes wide, at half the rate
+    twice = 2 * (high - hw.launch_overhead) + hw.launch_overhead
+    assert H100.gemm_seconds(m, k, n, False, itemsize=4) == pytest.approx(twice)
+    low = 2 * (m * n + idle) * (k + c.fp8_k_fill) / (c.fp8_efficiency * hw.fp8_flops) + hw.launch_overhead
+    assert H100.gemm_seconds(m, k, n, True) == pytest.approx(low)
+    for float8, itemsize in ((False, 2), (True, 1)):
+        memory = (itemsize * (k + k * n) + 2 * n) / bandwidth + hw.launch_overhead
+        assert H100.gemm_seconds(1, k, n, float8) == pytest.approx(memory)
+        memory = (itemsize * (64 * k + 8 * k * n) + 2 * 64 * n) / bandwidth + hw.launch_overhead
+        assert H100.gemm_seconds(64, k, n, float8, experts=8) == pytest.approx(memory)
+    rows = m + 8 * 64
+    experts = 2 * (rows * n + idle) * k / (c.bf16_efficiency * hw.bf16_flops) + hw.launch_overhead
+    assert H100.gemm_seconds(m, k, n, False, experts=8) == pytest.approx(experts)
+
+
 def test_rescale_reads_and_writes_the_result() -> None:
     plain, rescaled = (H100.gemm_seconds(8192, 4096, 4096, True, True, rescale) for rescale in (False, True))
     bandwidth = H100.hardware.memory_bandwidth * H100.calibration.memory_efficiency
@@ -559,6 +587,78 @@ def test_plan_never_loses() -> None:
     ]
     kept = [v for v in plan(H100, gemms) if v.convert]
     assert sum(v.float8_seconds for v in kept) < sum(v.high_seconds for v in kept)
+
+
+@pytest.mark.parametrize(
+    ("margin", "m", "converts"), [(0.0, 4096, True), (0.05, 4096, False), (0.05, 4608, True)]
+)
+def test_plan_leaves_a_layer_that_gains_less_than_the_margin(margin: float, m: int, converts: bool) -> None:
+    model = CostModel(H100.hardware, dataclasses.replace(H100.calibration, margin=margin))
+    verdicts = plan(model, _linear("x", "w", m, 2048, 2048))
+    assert [v.convert for v in verdicts] == [converts] * 3
+    if not converts:
+        assert verdicts[0].reason == (
+            "too small: float8 would be 1.03x, which is within the model's error of 5%"
+        )
+
+
+def test_plan_counts_a_cast_for_the_gemm_that_alone_is_left_with_it() -> None:
+    """The one that leaves needs a cast of its own; the other would pay for a half of what they share, not for all."""
+    x, y, z = (PlannedOperand(name, 4096, 4096, False, True, cached=name == "z") for name in "xyz")
+    leaving, left = (
+        PlannedGemm("output", 4096, 4096, n, 2, True, False, (x, other), "layer")
+        for n, other in ((64, y), (256, z))
+    )
+    verdicts = plan(H100, [leaving, left])
+    gain = H100.gemm_seconds(4096, 4096, 256, False) - H100.gemm_seconds(4096, 4096, 256, True)
+    cast = H100.cast_seconds(4096, 4096, 2, True, False)
+    assert cast / 2 < gain < cast
+    assert [v.convert for v in verdicts] == [False, False]
+    assert {v.reason for v in verdicts} == {"too small: float8 would be 0.69x"}, "a layer, not one role of it"
+
+
+def test_plan_looks_again_at_what_shared_a_cast_with_what_is_left() -> None:
+    """The first layer pays for a half of its cast, and is judged before the second leaves it all of it."""
+    x, y, z = (PlannedOperand(name, 4096, 4096, False, True, cached=name == "z") for name in "xyz")
+    first, second = (
+        PlannedGemm("output", 4096, 4096, n, 2, True, False, (x, other), n)
+        for n, other in ((256, z), (64, y))
+    )
+    assert [v.convert for v in plan(H100, [first, second])] == [False, False]
+    # a half of the cast in bytes: there it pays
+    small = dataclasses.replace(x, rows=2048)
+    gemms = [dataclasses.replace(gemm, operands=(small, gemm.operands[1])) for gemm in (first, second)]
+    assert [v.convert for v in plan(H100, gemms)] == [True, False]
+
+
+def test_plan_counts_the_cast_up_of_what_is_stored_in_float8() -> None:
+    """One byte read and two written per element, by a kernel of its own, of the gemm as it is alone."""
+    x, w = (
+        PlannedOperand("x", 512, 1024, False, False),
+        PlannedOperand("w", 2048, 1024, False, False, stored=True),
+    )
+    gemm = PlannedGemm("output", 512, 1024, 2048, 2, False, False, (x, w), "layer")
+    (stored,) = plan(H100, [gemm], drop=False)
+    (plain,) = plan(
+        H100,
+        [dataclasses.replace(gemm, operands=(x, dataclasses.replace(w, stored=False)))],
+        drop=False,
+    )
+    bandwidth = H100.hardware.memory_bandwidth * H100.calibration.memory_efficiency
+    seconds = 3 * 2048 * 1024 / bandwidth + H100.hardware.launch_overhead
+    assert stored.high_seconds - plain.high_seconds == pytest.approx(seconds)
+    assert stored.float8_seconds == plain.float8_seconds
+
+
+def test_plan_of_experts_counts_all_their_weights() -> None:
+    """As the gemm is and in float8, whose scales it always applies itself."""
+    operands = (PlannedOperand("x", 512, 1024, False, True), PlannedOperand("w", 8192, 1024, False, True))
+    gemm = PlannedGemm("output", 512, 1024, 1024, 2, True, True, operands, "layer", experts=8)
+    (verdict,) = plan(H100, [gemm], drop=False)
+    sizes = (512, 1024, 1024)
+    assert verdict.high_seconds == H100.gemm_seconds(*sizes, False, experts=8)
+    in_float8 = verdict.float8_seconds - verdict.cast_seconds
+    assert in_float8 == pytest.approx(H100.gemm_seconds(*sizes, True, True, experts=8))
 
 
 def test_one_tensor_as_both_operands() -> None:

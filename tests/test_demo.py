@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from f8fx.cli import main
 from f8fx.demo import data, show
+from f8fx.demo.distributed import Ranks
 from f8fx.demo.model import (
     PRESETS,
     Attention,
@@ -26,7 +27,7 @@ from f8fx.demo.model import (
     rotation,
 )
 from f8fx.demo.plan import Plan
-from f8fx.demo.train import Run, compare, train
+from f8fx.demo.train import Batches, Run, compare, train
 
 TINY = PRESETS["tiny"]
 
@@ -203,6 +204,12 @@ def test_windows_reach_both_ends_of_the_text():
     assert starts == {0, 1}
 
 
+def test_a_text_of_one_window_is_one_window():
+    corpus = data.Corpus(torch.arange(5, dtype=torch.uint8), 1, Path())
+    ((inputs, targets),) = corpus.batches(1, batch=2, seq=4, seed=0)
+    assert inputs.tolist() == [[0, 1, 2, 3]] * 2 and targets.tolist() == [[1, 2, 3, 4]] * 2
+
+
 def test_a_text_shorter_than_a_window_is_refused():
     corpus = data.Corpus(torch.zeros(16, dtype=torch.uint8), 1, Path())
     with pytest.raises(ValueError, match="too few"):
@@ -293,6 +300,23 @@ def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sum(matmuls["skipped"].values()) == 3
     # Measured 0.003 to 0.005 over four seeds and three recipes, at losses of 5.5 to 4.6.
     assert results["largest_difference"]["value"] < 0.02
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**63 - 1])
+def test_each_rank_has_batches_of_its_own(seed: int, corpus: data.Corpus, monkeypatch: pytest.MonkeyPatch):
+    """In both runs the same; also from the largest seed that the command line takes."""
+    first: list[list[int]] = []
+
+    def trained(name: str, compiled: object, plan: Plan, batches: Batches, *_: object) -> Run:
+        ((inputs, _),) = batches
+        first.append(inputs[0].tolist())
+        return Run(name, (1.0,), (1.0,), 1)
+
+    monkeypatch.setattr("f8fx.demo.train.train", trained)
+    plan = dataclasses.replace(_plan(1), seed=seed, executor="eager")
+    for rank in range(4):
+        compare(plan, corpus, Progress(disable=True), Ranks(rank, 4, None))  # type: ignore[arg-type]
+    assert first[0::2] == first[1::2] and len(set(map(tuple, first))) == 4
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import f8fx
 from f8fx.explanation import ExplainError, Explanation, Row
-from f8fx.explanation.show import grouped
+from f8fx.explanation.show import bytes_text, grouped, seconds_text
 from f8fx.report import Decision, GraphReport
 from f8fx.show import print_report
 from tests.explained import Mlp, meta_input, meta_mlp, tiny_decoder
@@ -58,6 +58,39 @@ def test_a_narrow_terminal_has_names_and_reasons(monkeypatch: pytest.MonkeyPatch
     Explanation("Mlp", "h100", "tensorwise", "auto", False, [], rows).print(terminal)
     table = terminal.getvalue()
     assert all(text in table for text in ("up_proj", "8192 x 4096 x 14336", "0.90x", "100.0%", "too small"))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (1_152_000_000, "1.15 GB"),
+        (2_388_797_494_272, "2.39 TB"),
+        (1_234_567 * 10**9, "1,230 TB"),
+    ],
+)
+def test_bytes_are_three_digits_of_the_largest_unit(count: int, text: str):
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 us"),
+        (1e-9, "0.001 us"),
+        (999.4e-6, "999 us"),
+        (999.6e-6, "1 ms"),
+        (0.0123456, "12.3 ms"),
+        (0.9996, "1 s"),
+        (1234.5, "1,230 s"),
+    ],
+)
+def test_seconds_are_three_digits_of_the_largest_unit(seconds: float, text: str):
+    assert seconds_text(seconds) == text
 
 
 def test_equal_layers_share_a_line_and_add_up():

@@ -83,6 +83,10 @@ def test_names_that_only_look_like_one_are_not_found(name: str) -> None:
         hardware.find(name)
 
 
+def test_sizes_are_aligned_upwards() -> None:
+    assert [hardware.aligned(size) for size in (0, 1, 16, 17, 4097)] == [0, 16, 16, 32, 4112]
+
+
 def test_aliases_are_unambiguous() -> None:
     spelled = [hardware._canonical(n) for hw in hardware.HARDWARE.values() for n in (hw.name, *hw.aliases)]
     assert len(set(spelled)) == len(spelled)
@@ -166,6 +170,7 @@ def test_no_float8_before_sm89(monkeypatch: pytest.MonkeyPatch, capability: tupl
     _pretend(monkeypatch, "NVIDIA Old", capability)
     hw = hardware.of_device(torch.device("cuda", 0))
     assert not hw.float8_tensor_cores and not hw.float8_dtypes and not hw.granularities
+    assert hw.fp8_flops == 0 and hw.aliases == (), "what else is known of a GPU is not of this one"
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

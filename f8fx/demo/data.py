@@ -50,7 +50,7 @@ class Corpus:
         Raises:
             ValueError: if the text is shorter than one window.
         """
-        if len(self) <= seq + 1:
+        if len(self) < seq + 1:
             raise ValueError(f"the text has {len(self)} bytes: too few for windows of {seq + 1}")
         generator = torch.Generator().manual_seed(seed)
         window = torch.arange(seq + 1)

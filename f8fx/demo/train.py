@@ -170,7 +170,8 @@ def compare(
     from f8fx.backend import f8fx as f8fx_backend
     from f8fx.report import recording
 
-    seed = plan.seed if ranks is None else plan.seed * ranks.size + ranks.rank
+    # of its own on each rank; a generator takes no larger one
+    seed = plan.seed if ranks is None else (plan.seed * ranks.size + ranks.rank) % (1 << 63)
 
     def run(name: str, backend: Any, task: TaskID, options: dict[str, Any] | None = None) -> Run:
         torch.compiler.reset()

@@ -127,18 +127,20 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def bytes_text(count: int) -> str:
     """``1.15 GB``; decimal units."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+    return _in_units(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
 def seconds_text(seconds: float) -> str:
     """``12.3 ms``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return _in_units(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """A number of three digits in the largest unit of which there is one, else in the smallest."""
+    rounded = float(f"{value:.3g}")  # first, since 999.9 kB are 1 MB
+    unit, size = next((each for each in units if rounded >= each[1]), units[-1])
+    number = rounded / size
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
 
 
 def print_explanation(explanation: Explanation, file: TextIO | None = None, expand: bool = False) -> None:
