@@ -146,6 +146,41 @@ def test_the_floor_line_by_line():
     ]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "save", "x", "h", "rotated", "qkv", "head", "weights"),
+    [
+        (None, "lean", 40, 16, 8, 0, 8, 0),
+        (None, "fast", 40, 16, 8, 0, 8, 0),
+        ("tensorwise", "lean", 56, 26, 4, 6, 12, 8),
+        ("tensorwise", "fast", 54, 26, 4, 6, 12, 6),
+        ("rowwise", "lean", 50, 22, 4, 6, 12, 6),
+        ("rowwise", "fast", 50, 22, 4, 6, 12, 6),
+        ("rowwise_with_gw_hp", "lean", 43, 19, 6, 3, 8, 6),
+        ("rowwise_with_gw_hp", "fast", 43, 19, 6, 3, 8, 6),
+    ],
+)
+def test_the_floor_of_a_block_by_hand(recipe, save, x, h, rotated, qkv, head, weights):
+    """How often a byte is moved per element of each tensor, kernel by kernel with pencil and paper."""
+    per_token = x * 4096 + h * 14336 + rotated * (32 + 8) * 128 + qkv * (32 + 2 * 8) * 128 + head * 128
+    of_weights = weights * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    for tokens in (0, 1, 8192):
+        assert floor.total("llama", tokens, recipe, save) == tokens * per_token + of_weights
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x", "y", "weights"),
+    [
+        (None, 10, 10, 0),
+        ("tensorwise", 12, 14, 8),
+        ("rowwise", 10, 14, 6),
+        ("rowwise_with_gw_hp", 11, 11, 6),
+    ],
+)
+def test_the_floor_of_a_layer_by_hand(recipe, x, y, weights):
+    per_token, of_weights = x * 4096 + y * 8192, weights * 4096 * 8192
+    assert floor.total("norm_linear", 16, recipe) == 16 * per_token + of_weights
+
+
 def test_the_floor_of_more_precision_or_more_saved_bytes():
     def total(recipe, save="lean"):
         return floor.total("llama", 8192, recipe, save)
