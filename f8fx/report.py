@@ -239,7 +239,7 @@ class GraphReport:
             return f"f8fx: no matmuls in this graph ({self.recipe})"
         text = f"f8fx: {self.converted} of {self.total} matmuls in float8 ({self.recipe})"
         if self.gemms < self.converted:
-            text += f", merged into {self.gemms} gemms"
+            text += f", merged into {self.gemms} gemm{'s' * (self.gemms > 1)}"
         if self.skipped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
             text += f", {self.skipped} skipped: {reasons}"

@@ -70,6 +70,7 @@ def test_a_narrow_terminal_has_names_and_reasons(monkeypatch: pytest.MonkeyPatch
         (999_500, "1 MB"),
         (1_152_000_000, "1.15 GB"),
         (2_388_797_494_272, "2.39 TB"),
+        (10**15, "1,000 TB"),
         (1_234_567 * 10**9, "1,230 TB"),
     ],
 )

@@ -140,7 +140,7 @@ class Explanation:
         text = f"{self.converted} of {self.total} matmuls of {self.model} in float8 ({self.recipe})"
         text += f" on {self.target}"
         if self.gemms < self.converted:
-            text += f", merged into {self.gemms} gemms"
+            text += f", merged into {self.gemms} gemm{'s' * (self.gemms > 1)}"
         if self.reasons:
             text += "; " + ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
         return text

@@ -280,7 +280,7 @@ def totals(explanation: Explanation) -> list[tuple[str, str]]:
         result.append(
             (
                 "Merged",
-                f"{e.converted} matmuls run as {e.gemms} float8 gemms{beside}; those concerned are predicted to take "
+                f"{e.converted} matmuls run as {e.gemms} float8 gemm{'s' * (e.gemms > 1)}{beside}; those concerned are predicted to take "
                 f"{seconds_text(after)} instead of {seconds_text(before)}, casts not counted",
             )
         )
