@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     devices = {result["stamp"]["device"] for result in results}
     if len(devices) > 1:
         console.print(
-            f"Results of several GPUs: name one with --device ({', '.join(map(common.slug, devices))})"
+            f"Results of several GPUs: name one with --device ({', '.join(sorted(map(common.slug, devices)))})"
         )
         return 2
     if not results:

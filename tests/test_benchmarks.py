@@ -346,6 +346,50 @@ def test_bytes_on_the_wire_by_world_size(tmp_path, capsys):
     assert "predicted" in page.read_text() and image.stat().st_size > 10_000
 
 
+def _sent(world: int, recipe: str, float8: float) -> dict[str, Any]:
+    """Twice as much in bf16 of everything; gathers are a half of what is sent."""
+    pairs = {"gathered": 0.5e9, "bytes": 1e9, "seconds": 0.1}
+    row = {"model_name": "llama3_8b", "recipe": recipe, "world": world, "cluster": "p5"}
+    return row | {what: {"bf16": 2 * each, "float8": float8 * each} for what, each in pairs.items()}
+
+
+def test_savings_on_the_wire_are_a_range_over_the_worlds():
+    rows = [_sent(8, "rowwise", 1.5), _sent(64, "rowwise", 1.2), _sent(512, "rowwise", 1.0)]
+    rows.append(_sent(8, "tensorwise", 1.1))
+    assert comm.summary(rows) == {
+        "llama3_8b rowwise": dict.fromkeys(("gathered", "bytes", "seconds"), (0.5, 0.75)),
+        "llama3_8b tensorwise": dict.fromkeys(("gathered", "bytes", "seconds"), (0.55, 0.55)),
+    }
+
+
+def test_what_is_sent_in_a_table_for_each_model():
+    rows = [_sent(8, "rowwise", 1.5), _sent(8, "tensorwise", 1.1), _sent(64, "rowwise", 1.2)]
+    (grid,) = comm.grids({"rows": rows})
+    assert grid.title == "llama3_8b, each rank, a step, p5 nodes of 8; predicted"
+    assert grid.headers == (
+        "ranks",
+        *("gathers GB, bf16", "tensorwise", "rowwise"),
+        *("all GB, bf16", "tensorwise", "rowwise"),
+        *("predicted s, bf16", "tensorwise", "rowwise"),
+    )
+    assert grid.rows == (
+        ("8", "1.00", "0.55", "0.75", "2.00", "1.10", "1.50", "0.200", "0.110", "0.150"),
+        ("64", "1.00", "-", "0.60", "2.00", "-", "1.20", "0.200", "-", "0.120"),
+    )
+
+
+def test_what_two_ranks_send_by_hand():
+    """A block gathers twice and the root once, a half of each on two ranks; one byte for two where in float8."""
+    row = comm.measure("tiny", "tensorwise", 2, "h100")
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176)
+    norms, root = 2 * 2 * 64, 2 * 256 * 64 + 64
+    assert row["gathered"]["bf16"] == (2 * (matrices + norms) + root) * 2 // 2
+    assert row["gathered"]["float8"] == row["gathered"]["bf16"] - 2 * matrices // 2
+    assert row["bytes"]["bf16"] == row["gathered"]["bf16"] + (matrices + norms + root) * 2 // 2
+    amaxes = row["bytes"]["float8"] - row["gathered"]["float8"] - (matrices + norms + root)
+    assert amaxes == 14 * 4 and row["converted"] == [14, 16]
+
+
 # -- reports --------------------------------------------------------------------------------------
 
 
@@ -393,6 +437,39 @@ def test_a_result_becomes_a_page_and_a_picture(result, tmp_path):
         assert "| llama3_8b rowwise |" in page and "| llama3_8b rowwise, checkpointed |" in page
     assert "![" in page
     assert (tmp_path / "out" / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_says_what_was_measured_with_what():
+    result = _sweep()
+    stamp = {"date": "2026-01-02", "device": "Some CPU", "device_type": "cpu", "driver": None, "cpus": 3}
+    versions = {"python": "3.11", "torch": "2.13.0", "triton": None, "torchao": "0.18", "f8fx": "0.1.0"}
+    stamp |= {**versions, "commit": "0123456789abcdef", "uncommitted_changes": False, "clocks": None}
+    lines = report.markdown(result | {"stamp": stamp, "complete": True}).splitlines()
+    assert lines[:5] == [
+        "# linear_sweep",
+        "",
+        "2026-01-02, Some CPU, 3 processors.",
+        "python 3.11, torch 2.13.0, torchao 0.18, f8fx 0.1.0; commit 0123456789ab.",
+        "",
+    ]
+    assert lines[5].startswith("###")
+    changed = stamp | {"uncommitted_changes": True, "device_type": "cuda", "clocks": {"sm": 1, "mem": 2}}
+    lines = report.markdown(result | {"stamp": changed}).splitlines()
+    assert lines[2:7] == [
+        "2026-01-02, Some CPU.",
+        "python 3.11, torch 2.13.0, torchao 0.18, f8fx 0.1.0; commit 0123456789ab with uncommitted changes.",
+        "Clocks before: sm 1, mem 2.",
+        "",
+        "**Not complete**: the run ended before all cases were measured.",
+    ]
+
+
+def test_a_result_of_nothing_has_a_page_and_no_picture(tmp_path):
+    path = tmp_path / "deep" / "result.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(_result(linear_sweep.NAME, [], {})))
+    assert report.write(path) == [path.with_suffix(".md")]
+    assert "![" not in path.with_suffix(".md").read_text()
 
 
 def test_more_saved_than_bf16_under_checkpointing_is_reported():

@@ -196,6 +196,67 @@ def test_a_profile_against_its_floor():
     assert total["unknown_us"] == 5
 
 
+def test_what_is_known_of_each_launch():
+    ran = timeline.launches(_trace(), kernel_times.PHASES)
+    gemm = ((8192, 4096), (4096, 6144), (), (), (), ())
+    assert [(launch.op, launch.dims, launch.bytes, launch.turn) for launch in ran] == [
+        ("aten::_scaled_mm", gemm, 0, 0),
+        ("aten::_scaled_mm", gemm, 0, 0),
+        ("", (), 0, 0),
+        ("", (), 0, 1),
+        ("", (), 1_000_000, 1),
+        ("", (), 0, 1),
+    ]
+    assert [(launch.start_us, launch.us) for launch in ran[:2]] == [(100, 300), (400, 20)]
+    assert [launch.is_float8 for launch in ran] == [True] * 2 + [False] * 4
+
+
+def test_a_launch_is_of_the_range_in_which_its_middle_lies():
+    def launched(start: float, us: float, name: str = "forward") -> tuple[str, int]:
+        trace = _trace()
+        trace["traceEvents"][1]["name"] = name
+        kernel = {"ph": "X", "cat": "kernel", "name": "last", "ts": start, "dur": us, "args": {}}
+        trace["traceEvents"].insert(1, kernel)
+        (found,) = (x for x in timeline.launches(trace, kernel_times.PHASES) if x.name == "last")
+        return found.phase, found.turn
+
+    assert launched(990, 18) == ("forward", 0)
+    assert launched(990, 22) == ("backward", 1)
+    assert launched(2000, 10) == launched(-20, 10) == ("", -1)
+    assert launched(10, 10, "optimizer") == ("", -1)  # a range that was not asked for
+
+
+def test_in_time_order_whatever_the_order_of_the_events():
+    trace = _trace()
+    trace["traceEvents"].reverse()
+    found = timeline.launches(trace, kernel_times.PHASES)
+    assert [(x.name, x.op) for x in found] == [
+        (x.name, x.op) for x in timeline.launches(_trace(), kernel_times.PHASES)
+    ]
+
+
+def test_without_a_device_the_gemms_are_what_ran():
+    (ran,) = timeline.launches({"traceEvents": _trace()["traceEvents"][:6]}, kernel_times.PHASES, on_cpu=True)
+    assert (ran.name, ran.op, ran.phase) == ("aten::_scaled_mm", "aten::_scaled_mm", "forward")
+    assert (ran.start_us, ran.us, ran.gemm) == (10, 5, (8192, 4096, 6144))
+
+
+@pytest.mark.parametrize(
+    ("op", "dims", "gemm"),
+    [
+        ("aten::mm", ((2, 3), (3, 5)), (2, 3, 5)),
+        ("aten::addmm", ((5,), (2, 3), (3, 5), (), ()), (2, 3, 5)),
+        ("aten::addmm", ((5,), (2, 3)), None),
+        ("aten::bmm", ((7, 2, 3), (7, 3, 5)), None),
+        ("aten::mm", ((2, 3),), None),
+        ("aten::add", ((2, 3), (3, 5)), None),
+        ("", (), None),
+    ],
+)
+def test_the_sizes_of_a_gemm(op: str, dims: tuple[tuple[int, ...], ...], gemm: tuple[int, int, int] | None):
+    assert timeline.Launch("kernel", "forward", 0.0, 1.0, op, dims).gemm == gemm
+
+
 def test_a_fill_only_writes_what_a_copy_reads_and_writes():
     ran = [
         timeline.Launch(name, "forward", 0.0, 10.0, bytes=1_000_000)
@@ -433,6 +494,56 @@ def test_the_headline_holds_what_results_hold_and_nothing_else(tmp_path, capsys)
     assert '`select="auto"` is slower than bf16 | none | 0 of 4 | 2026-01-01, ' in page
     assert "slower than torchao, beyond noise | none | 1 of 3 | 2026-01-01, " in page
     assert "| 0.25 (100 steps) | 2026-01-01" in page
+
+
+def test_results_of_several_gpus_are_not_put_together(tmp_path, capsys):
+    _results(tmp_path)
+    (path,) = tmp_path.glob("*inference.json")
+    other = json.loads(path.read_text())
+    other["stamp"] |= {"device": "NVIDIA B200"}
+    (tmp_path / "b200.json").write_text(json.dumps(other))
+    assert headline.main(["--results", str(tmp_path)]) == 2
+    said = capsys.readouterr().out
+    assert "name one with --device (nvidia-b200, nvidia-h200)" in " ".join(said.split())
+    assert headline.main(["--results", str(tmp_path), "--device", "nvidia-b200"]) == 0
+    page = capsys.readouterr().out
+    assert "### NVIDIA B200\n" in page and "decode 16: f8fx over bf16 | - | 1.50 |" in page
+    assert "tensorwise: f8fx over bf16 | >= 1.40 | not measured | - |" in page
+
+
+def test_results_of_a_cpu_are_in_no_headline_and_the_latest_is_last(tmp_path):
+    for name, day, kind in (("c", 1, "cuda"), ("b", 3, "cuda"), ("d", 2, "cuda"), ("a", 4, "cpu")):
+        stamp = {"device_type": kind, "device": "NVIDIA H200", "date": f"2026-01-0{day}"}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, "stamp": stamp}))
+    assert [result["name"] for result in headline.gpu_results(tmp_path)] == ["c", "d", "b"]
+    assert len(headline.gpu_results(tmp_path, "nvidia-h200")) == 3
+    assert headline.gpu_results(tmp_path, "nvidia-h100") == []
+
+
+def test_kernels_over_their_floor_are_those_of_f8fx():
+    def row(version: str, recipe: str, floor: float | None) -> dict[str, Any]:
+        totals = {"busy_us": 15.0, "hand_floor_us": floor}
+        return {"version": version, "recipe": recipe, "totals": totals}
+
+    others = [row("torchao", "tensorwise", 5.0), row("f8fx", "rowwise", 6.0)]
+    assert headline._floor({"rows": [*others, row("f8fx", "tensorwise", 12.0)]}) == "1.25"
+    assert headline._floor({"rows": [*others, row("f8fx", "tensorwise", None)]}) is None
+
+
+def test_figures_that_a_result_lacks_are_not_measured():
+    found = {"summary": {"lowest_share": {"cast": 0.914}, "speedup": {"f8fx tensorwise": 1.236}}, "rows": []}
+    assert headline._share("cast")(found) == "91 %" and headline._share("cast + transpose")(found) is None
+    assert headline._tokens("tensorwise")(found) == "1.24" and headline._tokens("rowwise")(found) is None
+    assert headline._slower(found) is None and headline._slower_than_torchao(found) is None
+    result = {"model": "llama3_8b", "recipe": "rowwise", "checkpointing": True}
+    memory = {"f8fx": {"peak": 3}, "bf16": {"peak": 2}}
+    checkpointed, plain = ({**result, "checkpointing": c, "memory": memory} for c in (True, False))
+    for rows, over, peak in (
+        ([checkpointed], "bf16", None),
+        ([checkpointed, plain], "bf16", "1.50"),
+        ([plain], "torchao", None),
+    ):
+        assert headline._peak("llama3_8b", "rowwise", over)({"rows": rows}) == peak
 
 
 def test_without_gpu_results_there_is_no_headline(capsys):
