@@ -226,6 +226,18 @@ def test_a_launch_is_of_the_range_in_which_its_middle_lies():
     assert launched(10, 10, "optimizer") == ("", -1)  # a range that was not asked for
 
 
+def test_a_kernel_that_has_the_operators_number_needs_no_call():
+    events = [event for event in _trace()["traceEvents"] if event.get("cat") != "cuda_runtime"]
+    ran = timeline.launches({"traceEvents": events}, kernel_times.PHASES)
+    assert [launch.op for launch in ran[:2]] == ["aten::_scaled_mm", ""]
+
+
+def test_a_trace_has_the_sizes_of_what_ran():
+    trace = timeline.traced(lambda: torch.ones(2, 3) @ torch.ones(3, 5), CPU)
+    (ran,) = timeline.launches(trace, (), on_cpu=True)
+    assert ran.gemm == (2, 3, 5) and ran.phase == ""
+
+
 def test_in_time_order_whatever_the_order_of_the_events():
     trace = _trace()
     trace["traceEvents"].reverse()
@@ -245,6 +257,8 @@ def test_without_a_device_the_gemms_are_what_ran():
     ("op", "dims", "gemm"),
     [
         ("aten::mm", ((2, 3), (3, 5)), (2, 3, 5)),
+        ("aten::_scaled_mm", ((2, 3), (3, 5), (), (5,)), (2, 3, 5)),
+        ("aten::_scaled_mm_v2", ((2, 3), (3, 5), (), (5,)), (2, 3, 5)),
         ("aten::addmm", ((5,), (2, 3), (3, 5), (), ()), (2, 3, 5)),
         ("aten::addmm", ((5,), (2, 3)), None),
         ("aten::bmm", ((7, 2, 3), (7, 3, 5)), None),

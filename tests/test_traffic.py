@@ -167,6 +167,18 @@ def test_the_floor_of_a_block_by_hand(recipe, save, x, h, rotated, qkv, head, we
         assert floor.total("llama", tokens, recipe, save) == tokens * per_token + of_weights
 
 
+@pytest.mark.parametrize(("recipe", "first"), [("tensorwise", 0), ("rowwise", 6144)])
+def test_the_floor_of_gradients_of_queries_keys_and_values(recipe, first):
+    """Rowwise, the row-wise cast is written in the first reading; one token has 6144 of them."""
+    rope = [
+        (line.read, line.written)
+        for line in floor.lines("llama", 1, recipe)
+        if line.name.startswith("RoPE backward")
+    ]
+    read = 2 * 6144 + 4 * 128
+    assert rope == [(read, first), (read, 2 * 6144 - first)]
+
+
 @pytest.mark.parametrize(
     ("recipe", "x", "y", "weights"),
     [
