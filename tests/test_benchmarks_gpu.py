@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import tarfile
 from pathlib import Path
@@ -558,6 +559,18 @@ def test_figures_that_a_result_lacks_are_not_measured():
         ([plain], "torchao", None),
     ):
         assert headline._peak("llama3_8b", "rowwise", over)({"rows": rows}) == peak
+
+
+def test_readmes_table_is_what_committed_results_hold():
+    text = (common.ROOT / "README.md").read_text()
+    ((device, lines),) = re.findall(r"headline --device (\S+)\n(.*?)^!\[", text, re.MULTILINE | re.DOTALL)
+    cells = [line.strip("| ").split(" | ")[-1] for line in lines.splitlines() if line.startswith("| ")]
+    outside_brackets = " ".join(re.sub(r"\(.*?\)", "", cell) for cell in cells)
+    said = re.findall(r"\d+ of \d+|\d+ %|\d+\.\d\d", outside_brackets)
+    table = headline.table(headline.gpu_results(common.RESULTS, device))
+    measured = [value for _, _, value, _ in table.rows if value != "not measured"]
+    assert len(measured) > 20
+    assert sorted(said) == sorted([*measured, "1.06"])  # that of experts, which the headline leaves out
 
 
 def test_without_gpu_results_there_is_no_headline(capsys):
