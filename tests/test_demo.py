@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
@@ -50,6 +51,39 @@ def test_a_block_works_alone_and_as_in_the_decoder(decoder: Decoder):
     x = torch.randn(2, 9, TINY.dim)
     by = rotation(9, TINY.head_dim, TINY.rope_theta, x.device)
     torch.testing.assert_close(block(x), block(x, by), rtol=0, atol=0)
+
+
+def test_a_block_written_out(decoder: Decoder):
+    block = decoder.blocks[0]
+    x = torch.randn(2, 9, TINY.dim)
+    by = rotation(9, TINY.head_dim, TINY.rope_theta, x.device)
+    attended = x + block.attention(block.attention_norm(x), by)
+    h = block.ffn_norm(attended)
+    gate, up, down = (getattr(block.ffn, f"{name}_proj").weight for name in ("gate", "up", "down"))
+    expected = attended + (F.silu(h @ gate.t()) * (h @ up.t())) @ down.t()
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_rope_by_hand():
+    """Position p turns pair e of a head of E by p * theta ** (-2 e / E)."""
+    cos, sin = rotation(3, 4, 100.0, torch.device("cpu"))
+    angles = torch.tensor([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
+    torch.testing.assert_close((cos, sin), (angles.cos(), angles.sin()))
+    turned = rotate(torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(1, 1, 3, 4), (cos, sin))
+    a, b = angles.unbind(1)
+    torch.testing.assert_close(turned[0, 0], torch.stack((a.cos(), -b.sin(), a.sin(), b.cos()), 1))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_weights_start_from(tied: bool):
+    torch.manual_seed(0)
+    model = Decoder(TINY.replace(layers=8, tied=tied))
+    spread = {name: weight.std().item() for name, weight in model.named_parameters() if weight.dim() == 2}
+    assert spread.pop("embedding.weight") == pytest.approx(0.02 if tied else 1.0, rel=0.05)
+    for name, found in spread.items():
+        small = name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert found == pytest.approx(0.02 / 4 if small else 0.02, rel=0.06), name
+    assert (model.output.weight is model.embedding.weight) == tied
 
 
 def test_a_later_token_changes_no_earlier_logit(decoder: Decoder):
@@ -264,6 +298,68 @@ def test_the_table_holds_every_figure():
 def test_the_picture_is_a_png(tmp_path: Path):
     show.picture(_plan(2), _run("bf16", (3.0, 2.5)), _run("float8", (3.0, float("nan"))), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _drawn(monkeypatch: pytest.MonkeyPatch, bf16: Run, float8: Run) -> Figure:
+    kept: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: kept.append(self))
+    show.picture(_plan(2), bf16, float8, Path("unused"))
+    return kept[0]
+
+
+def test_the_picture_has_both_losses_and_their_difference(monkeypatch: pytest.MonkeyPatch):
+    float8 = _run("float8", (3.0, 2.25, 1.6), converted=40, total=45)
+    figure = _drawn(monkeypatch, _run("bf16", (3.0, 2.5, 1.5)), float8)
+    curves, gaps = figure.axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in curves.lines}
+    assert drawn == {
+        "bf16": [[1, 3.0], [2, 2.5], [3, 1.5]],
+        "float8 (tensorwise)": [[1, 3.0], [2, 2.25], [3, 1.6]],
+    }
+    assert [text.get_text() for text in curves.get_legend().get_texts()] == list(drawn)
+    _, difference = gaps.lines  # on zero
+    assert difference.get_ydata() == pytest.approx([0, -0.25, 0.1])
+    assert gaps.get_ylim() == pytest.approx((-1.15 * 0.25, 1.15 * 0.25)) and gaps.get_xlim() == (1, 3)
+    assert curves.get_xlim() == gaps.get_xlim()
+    labels = (curves.get_ylabel(), gaps.get_ylabel(), gaps.get_xlabel())
+    assert labels == ("loss (nats per byte)", "float8 - bf16", "step")
+    assert figure.get_suptitle() == (
+        "Llama-style decoder, 0.13 M parameters, same weights and batches: 40 of 45 matmuls in float8"
+    )
+
+
+def test_the_picture_of_one_step_or_of_no_difference_has_an_extent(monkeypatch: pytest.MonkeyPatch):
+    for float8 in (3.0, float("nan")):
+        _, gaps = _drawn(monkeypatch, _run("bf16", (3.0,)), _run("float8", (float8,))).axes
+        assert gaps.get_ylim() == (-1e-3, 1e-3) and gaps.get_xlim() == (1, 2)
+
+
+def test_what_is_trained_is_said_before(corpus: data.Corpus):
+    shown = io.StringIO()
+    plan = dataclasses.replace(_plan(20), ranks=3, config=PRESETS["1b"])
+    text = data.Corpus(torch.zeros(1_260_000, dtype=torch.uint8), 7, Path("lib"))
+    show.introduce(plan, text, "On a GPU.", Console(file=shown, width=300))
+    assert shown.getvalue().splitlines() == [
+        "f8fx demo: a Llama-style decoder, 1.09 B parameters (5 blocks, dim 4096), learns to write Python's standard library",
+        "Text: 7 files, 1.3 MB, from lib; 20 steps of 12 x 32 bytes, twice",
+        "On a GPU.",
+    ]
+
+
+def test_figures_that_only_one_run_has_are_in_no_table():
+    with Path("/dev/null").open("w") as nowhere:
+        console = Console(record=True, width=100, file=nowhere)
+        for bf16, float8 in (({"peak_bytes": 1}, {}), ({}, {"peak_bytes": 1, "gathered_bytes": 1})):
+            show.table(_run("bf16", (3.0,), **bf16), _run("float8", (3.0,), **float8), console)
+        text = console.export_text()
+        assert "peak memory" not in text and "MB/step/rank" not in text
+        gathered = [
+            _run(name, (3.0,), gathered_bytes=size) for name, size in (("a", 2_500_000), ("b", 1_500_000))
+        ]
+        show.table(*gathered, console)
+    text = " ".join(console.export_text().split())
+    assert "gathered (MB/step/rank) 2.500 1.500 0.60" in text
+    assert "Matmuls in float8: 0 of 0 of the graph that all blocks share" in text
 
 
 def test_numbers_that_are_not_finite_are_null_in_json(corpus: data.Corpus):

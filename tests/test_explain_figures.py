@@ -316,6 +316,12 @@ def test_what_is_said_under_the_table():
     assert _totals()["Graphs"].startswith("none: Dynamo traced nothing")
 
 
+def test_the_line_counts_what_is_left_by_its_reason():
+    rows = [*UP, HEAD, HEAD, dataclasses.replace(HEAD, reason="too small")]
+    e = _explanation(*rows, graphs=[_graph(decisions=[DECISION] * 2)])
+    assert e.line() == "2 of 5 matmuls of Mlp in float8 (tensorwise) on h100; 2 filtered, 1 too small"
+
+
 def test_what_merging_gains_is_of_what_is_merged():
     """The others' seconds are none; weight gradients count by the layer."""
     merges = [
@@ -330,6 +336,8 @@ def test_what_merging_gains_is_of_what_is_merged():
     )
     assert _cards(e.to_html())["float8 gemms, after merging"] == "1 from 3"
     assert e.line() == "3 of 3 matmuls of Mlp in float8 (tensorwise) on h100, merged into 1 gemm"
+    graph.merges = [dataclasses.replace(merges[0], layers=tuple("qk"))]
+    assert e.line().endswith(" on h100, merged into 2 gemms")
     graph.merges = [dataclasses.replace(merges[0], kept_roles=())]
     assert "weight gradients" not in dict(totals(e))["Merged"]
 
