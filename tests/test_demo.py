@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
+from f8fx import hardware
 from f8fx.cli import main
 from f8fx.demo import data, show
 from f8fx.demo.distributed import Ranks
@@ -27,8 +30,8 @@ from f8fx.demo.model import (
     rotate,
     rotation,
 )
-from f8fx.demo.plan import Plan
-from f8fx.demo.train import Batches, Run, compare, train
+from f8fx.demo.plan import Plan, device_note, executor_for, pick_device, plan_for, ranks_note
+from f8fx.demo.train import Batches, Run, compare, learning_rate_factor, train
 
 TINY = PRESETS["tiny"]
 
@@ -211,6 +214,19 @@ def test_tests_and_installed_packages_are_left_out(tmp_path: Path):
     assert corpus.files == 2
 
 
+@pytest.mark.parametrize(("most", "files"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_no_file_is_read_beyond_the_most_bytes(most: int, files: int, tmp_path: Path):
+    """Four bytes each, with the one after it."""
+    for name in "abcd":
+        (tmp_path / f"{name}.py").write_text("x=1")
+    if not files:
+        with pytest.raises(FileNotFoundError):
+            data.load(tmp_path, most)
+        return
+    corpus = data.load(tmp_path, most)
+    assert (corpus.files, len(corpus)) == (files, 4 * files)
+
+
 def test_a_python_without_sources_gets_a_sentence(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="without"):
         data.load(tmp_path)
@@ -250,7 +266,107 @@ def test_a_text_shorter_than_a_window_is_refused():
         next(corpus.batches(1, 1, 16, 0))
 
 
+# -- what a run is determined by ------------------------------------------------------------------
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def _asked(**options: object) -> argparse.Namespace:
+    """What the command line gives if only these options are passed."""
+    names = ("model", "steps", "batch", "select", "executor", "nproc")
+    return argparse.Namespace(
+        **{**dict.fromkeys(names), "smoke": False, "recipe": "rowwise", "seed": 3, **options}
+    )
+
+
+def test_the_plan_of_a_laptop():
+    plan = plan_for(_asked(), CPU)
+    assert plan == Plan(PRESETS["small"], CPU, 200, 8, 128, 3e-3, "rowwise", "all", "inductor", 3, 1, 0.1)
+    assert plan.tokens_per_step == 1024
+    smoke = plan_for(_asked(smoke=True), CPU, ranks=2)
+    assert smoke == dataclasses.replace(plan, config=TINY, steps=6, batch=4, seq=64, ranks=2)
+    assert smoke.tokens_per_step == 2 * 4 * 64
+    own = plan_for(_asked(steps=7, batch=5, model="llama3_8b", select="auto"), CPU)
+    assert (own.steps, own.batch, own.select, own.config) == (7, 5, "auto", PRESETS["llama3_8b"])
+    assert (own.seq, own.learning_rate, own.warm_up) == (2048, 3e-4, 0.5)
+
+
+@pytest.mark.parametrize(("layers", "spare", "left"), [(5, 0, 5), (5, -1, 4), (3, 0, 3), (1, -1, 1)])
+def test_the_model_of_a_gpu_has_as_many_blocks_as_fit(
+    layers: int, spare: int, left: int, monkeypatch: pytest.MonkeyPatch
+):
+    """18 bytes for a parameter, and six tenths of that for the rest."""
+    needed = int(PRESETS["1b"].replace(layers=layers).parameters * 18 * 1.6) + 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed + 2 * spare, 1 << 40))
+    plan = plan_for(_asked(), CUDA)
+    config = PRESETS["1b"].replace(layers=left)
+    assert plan == Plan(config, CUDA, 200, 4, 2048, 3e-4, "rowwise", "auto", "inductor", 3, 1, 0.5)
+    assert plan_for(_asked(model="1b"), CUDA).config == PRESETS["1b"]  # as asked for
+    assert plan_for(_asked(smoke=True), CUDA).config == TINY
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "executor"),
+    [
+        ({}, CPU, "inductor"),
+        ({"nproc": 2}, CPU, "eager"),
+        ({"nproc": 2, "executor": "inductor"}, CPU, "inductor"),
+        ({"nproc": 2}, CUDA, "inductor"),
+        ({"executor": "eager"}, CUDA, "eager"),
+    ],
+)
+def test_only_several_ranks_on_a_cpu_do_without_generated_code(
+    asked: dict[str, object], device: torch.device, executor: str
+):
+    assert executor_for(_asked(**asked), device) == executor
+
+
+def test_a_rank_of_torchrun_is_one_of_several(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("f8fx.demo.plan.launched", lambda: True)
+    assert [executor_for(_asked(), device) for device in (CPU, CUDA)] == ["eager", "inductor"]
+
+
+def test_what_is_said_of_the_device_and_the_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    notes = [
+        device_note(CUDA, hardware.find("h100")),
+        device_note(CUDA, hardware.find("a100")),
+        device_note(CPU, hardware.find("cpu")),
+    ]
+    assert [note.split(":")[0] for note in notes] == ["A GPU", "A GPU has no float8 tensor cores", "CPU"]
+    assert notes[0] == "A GPU: float8 tensor cores (tensorwise, rowwise)."
+    plan = dataclasses.replace(_plan(1), ranks=2, executor="eager")
+    assert ranks_note(dataclasses.replace(plan, ranks=1), None) == ""
+    assert "2 ranks, FSDP2 over gloo" in ranks_note(plan, None)
+    assert ["--executor inductor" in ranks_note(plan, asked) for asked in (None, "eager")] == [True, False]
+    on_cuda = ranks_note(dataclasses.replace(plan, device=CUDA, executor="inductor"), None)
+    assert "FSDP2 over NCCL" in on_cuda and "--executor" not in on_cuda
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_device_is_a_gpu_where_there_is_one(gpus: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert pick_device(None) == (CUDA if gpus else CPU) and pick_device("cpu") == CPU
+    for name, there in (("cuda", gpus > 0), ("cuda:1", gpus > 1), ("cuda:2", False)):
+        if there:
+            assert pick_device(name) == torch.device(name)
+        else:
+            with pytest.raises(ValueError, match=f"this machine has {gpus} CUDA devices"):
+                pick_device(name)
+
+
 # -- training and what is shown -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.1, 2), (0.5, 10), (0.0, 1)])
+def test_the_learning_rate_rises_and_falls_to_a_tenth(share: float, first: int):
+    factors = [learning_rate_factor(step, 20, share) for step in range(21)]
+    assert factors[:first] == [(step + 1) / first for step in range(first)]
+    assert factors[first] == 1.0 and factors[20] == pytest.approx(0.1)
+    assert factors[first:] == sorted(factors[first:], reverse=True)
+    middle = 0.1 + 0.45 * (1 + math.cos(math.pi * 5 / (20 - first)))
+    assert factors[first + 5] == pytest.approx(middle)
 
 
 def _plan(steps: int) -> Plan:
@@ -279,6 +395,18 @@ def test_compile_time_is_not_in_the_median():
     run = _run("bf16", (3.0, 2.0, 1.0))
     assert run.median_ms == 10.0
     assert run.tokens_per_second == 12_800
+
+
+@pytest.mark.parametrize(("steps", "last"), [(1, [0]), (19, [18]), (20, [18, 19]), (39, [36, 37, 38])])
+def test_the_final_loss_is_of_the_last_tenth(steps: int, last: list[int]):
+    run = Run("bf16", tuple(map(float, range(steps))), (1.0,), 1)
+    assert run.final_loss == sum(last) / len(last)
+
+
+@pytest.mark.parametrize(("steps", "warm_up"), [(1, 0), (2, 1), (12, 3), (50, 10), (60, 10)])
+def test_the_first_fifth_of_the_steps_is_no_measurement(steps: int, warm_up: int):
+    rest = [float(step) for step in range(steps - warm_up)]
+    assert Run("bf16", (1.0,), (1e6,) * warm_up + tuple(rest), 1).median_ms == (len(rest) - 1) / 2
 
 
 def test_the_table_holds_every_figure():
