@@ -94,6 +94,24 @@ def test_demo_refuses_ranks_that_have_no_gpu(capsys: Capture, monkeypatch: pytes
     assert "whole number of at least 1" in _fails_with_usage(capsys, "demo", "--nproc", "0")
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_demo_starts_the_same_command_line_on_each_rank(
+    given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    command = ["demo", "--device=cpu", "--nproc", "2", "--steps", "3", "--out", str(tmp_path / "out")]
+    started: list[tuple[list[str], int]] = []
+
+    def launch(argv: list[str], nproc: int) -> int:
+        started.append((argv, nproc))
+        return 7
+
+    monkeypatch.setattr("f8fx.demo.distributed.launch", launch)
+    monkeypatch.setattr(sys, "argv", ["f8fx", *([] if given else command)])
+    assert main(command if given else None) == 7
+    assert started == [(command, 2)]
+    assert not list((tmp_path / "out").iterdir())  # it can be written to, and nothing is left of the trial
+
+
 # -- explain --------------------------------------------------------------------------------------
 
 
