@@ -94,6 +94,16 @@ def test_demo_refuses_ranks_that_have_no_gpu(capsys: Capture, monkeypatch: pytes
     assert "whole number of at least 1" in _fails_with_usage(capsys, "demo", "--nproc", "0")
 
 
+def test_demo_says_what_it_is_without(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def load() -> None:
+        raise FileNotFoundError("no Python sources")
+
+    monkeypatch.setattr("f8fx.demo.data.load", load)
+    assert main(["demo", "--device=cpu", "--executor=eager", "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "f8fx demo: no Python sources\n")
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_demo_starts_the_same_command_line_on_each_rank(
     given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -136,6 +146,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "    x = torch.ones(48, 32, dtype=torch.bfloat16)\n"
         "    return Experts().bfloat16(), (x, torch.tensor([16, 0, 20, 12]))\n"
         "def named(): return torch.nn.Linear(32, 32).bfloat16(), {'input': torch.ones(16, 32).bfloat16()}\n"
+        "def misfit(): return torch.nn.Linear(32, 32), (torch.ones(4, 7),)\n"
+        "def no_module(): return torch.sin, (torch.ones(16, 32),)\n"
         "number = 3\n"
         "model = torch.nn.Linear(32, 32)\n"
     )
@@ -316,6 +328,18 @@ def test_explain_takes_the_policy_of_mixed_precision(capsys: Capture, user_modul
         ("all_gather", "bfloat16"),
         ("reduce_scatter", "float16"),
     }
+
+
+@pytest.mark.parametrize("option", ["--world", "--mesh"])
+def test_explain_refuses_to_shard_what_is_no_module(capsys: Capture, user_module: str, option: str):
+    wrong = _fails_with_usage(capsys, "explain", f"{user_module}:no_module", option, "fsdp=2")
+    assert f"explain: {option}: {user_module}:no_module() must return a module, it returned builtin" in wrong
+
+
+def test_explain_says_what_cannot_be_traced(capsys: Capture, user_module: str):
+    assert main(["explain", f"{user_module}:misfit"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("f8fx explain: could not trace Linear: ") and shown.out == ""
 
 
 def test_explain_names_the_nearest_target(capsys: Capture, user_module: str):
