@@ -70,7 +70,7 @@ def test_several_are_one_with_all_that_each_has():
     )
     assert GraphReport.merged([first]) == [first] and GraphReport.merged([]) == []
     (one,) = GraphReport.merged([first, first])
-    assert one.target == "h100" and not one.training
+    assert one.target == "h100" and one.cached and not one.training
 
 
 def test_the_line_says_all_that_there_is():
