@@ -527,6 +527,36 @@ def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert results["largest_difference"]["value"] < 0.02
 
 
+@pytest.mark.parametrize(
+    ("loss", "converted", "select", "said"),
+    [
+        (2.0, 3, "all", None),
+        (2.0, 0, "auto", None),
+        (2.0, 0, "all", 'select="all" converted nothing'),
+        (math.nan, 3, "all", "A loss is not finite"),
+        (math.inf, 3, "auto", "A loss is not finite"),
+    ],
+)
+def test_a_run_without_float8_or_with_broken_losses_has_failed(
+    loss: float,
+    converted: int,
+    select: str,
+    said: str | None,
+    corpus: data.Corpus,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    runs = _run("bf16", (3.0, 2.5)), _run("float8", (3.0, loss), converted=converted, total=3)
+    monkeypatch.setattr("f8fx.demo.data.load", lambda: corpus)
+    monkeypatch.setattr("f8fx.demo.train.compare", lambda *_: runs)
+    command = ["demo", "--device=cpu", "--executor=eager", "--select", select, "--out", str(tmp_path)]
+    assert main(command) == (said is not None)
+    shown = capsys.readouterr().out
+    assert (said or "") in shown and ("this run failed" in shown) == (said is not None)
+    assert {path.name for path in tmp_path.iterdir()} == {"losses.png", "results.json"}
+
+
 @pytest.mark.parametrize("seed", [0, 5, 2**63 - 1])
 def test_each_rank_has_batches_of_its_own(seed: int, corpus: data.Corpus, monkeypatch: pytest.MonkeyPatch):
     """In both runs the same; also from the largest seed that the command line takes."""

@@ -130,7 +130,7 @@ def picture(plan: Plan, bf16: Run, float8: Run, path: Path) -> None:
     gaps.axhline(0, color=_INK, linewidth=0.8)
     difference = [b - a for a, b in zip(bf16.losses, float8.losses, strict=True)]
     gaps.plot(steps, difference, color=_FLOAT8, linewidth=1.3)
-    bound = 1.15 * max((abs(gap) for gap in difference if gap == gap), default=0.0) or 1e-3
+    bound = 1.15 * max((abs(gap) for gap in difference if math.isfinite(gap)), default=0.0) or 1e-3
     gaps.set_ylim(-bound, bound)
     gaps.set_ylabel("float8 - bf16")
     gaps.set_xlabel("step")
