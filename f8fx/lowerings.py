@@ -209,7 +209,7 @@ def _quantize_both(
 def _materialize(table: Lowering, x: Any, whole: bool) -> Any:
     parts = table.parts(x)
     if parts is None:
-        return table.realized(x)
+        return table.in_own_memory(x) if whole else table.realized(x)
     # the kernels that compute the parts write them to their places
     written = table.filled(parts.values, parts.dim)
     return written if whole else table.side_by_side(written, parts)

@@ -15,8 +15,9 @@
 ``relayout``           bit-exact copy of a float8 tensor, transposed and padded if asked
 ``concat``             tensors side by side, as one operand of a merged gemm; never written to memory:
                        ``amax``, ``column_sums`` and ``quantize`` of it read the parts where they lie
-``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it; of a ``concat``
-                       the parts may still be, unless ``whole``
+``materialize``        the same tensor, in memory: not to be computed again by every kernel that reads it. If ``whole``, in
+                       memory that begins with it; else it may lie in that of another, and of a ``concat`` the parts may be
+                       read where they lie
 ``rounded``            the same tensor, with no more digits than its dtype has: a kernel that makes and reads it keeps
                        the float32 it computed with otherwise
 ``grouped_mm``         float8 matmul of rows by the matrices of their experts, on devices for which PyTorch has none

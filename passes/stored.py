@@ -19,7 +19,7 @@ from torch import fx
 
 from f8fx import ops
 from f8fx.hardware import ALIGNMENT
-from f8fx.torch_private import overwritten_inputs
+from f8fx.torch_private import as_strided_keeps_offsets, overwritten_inputs
 
 from .elements import CASTS, SAME_ORDER, stays_on_device
 from .experts import stacked
@@ -103,7 +103,11 @@ class Stored:
             scale = insert(aten.view.default, scale, count)
         if scale.meta["val"].dtype != torch.float32:
             scale = insert(torch.ops.prims.convert_element_type.default, scale, torch.float32)
-        return insert(aten.reciprocal.default, scale) if self.divides else scale
+        if self.divides:
+            return insert(aten.reciprocal.default, scale)
+        if count and not _begins_where_gemms_read(scale.meta["val"]):
+            scale = insert(ops.materialize, scale, whole=True)
+        return scale
 
     def _scale_sizes(self) -> tuple:
         """The sizes of the scale, as many as the data has."""
@@ -215,6 +219,14 @@ def _is_aligned(value: torch.Tensor) -> bool:
     """Whether float8 data begin where gemms can read them, as far as is known."""
     offset = value.storage_offset()
     return isinstance(offset, int) and offset % ALIGNMENT == 0
+
+
+def _begins_where_gemms_read(scale: torch.Tensor) -> bool:
+    """Whether gemms can read a vector of scales where it lies, which may be inside of others, as far as is known."""
+    offset = scale.storage_offset()
+    if not isinstance(offset, int) or offset * scale.itemsize % ALIGNMENT:
+        return False
+    return offset == 0 or as_strided_keeps_offsets()  # by which it becomes a row or column
 
 
 def _uncast(node: Any) -> Any:

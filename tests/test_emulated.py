@@ -365,6 +365,28 @@ def test_the_largest_element_is_equal_to_the_largest(tmp_path):
     assert all(grad.isfinite().all() for grad in backward if grad is not None)
 
 
+class Stacked(nn.Module):
+    """Layers whose float8 weights lie in one tensor and the scales of their rows in another, not all where a gemm can read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = nn.Parameter(torch.zeros(3, 64, 64).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scales = nn.Parameter(torch.ones(3 * 66, 1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for data, scale in zip(self.data, self.scales.chunk(3), strict=True):  # the scales from 0, 66 and 132
+            x = F.linear(x, (data.float() * scale[:64]).to(x.dtype))
+        return x
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_scales_that_lie_inside_of_others(recipe, tmp_path):
+    with torch.no_grad():
+        found = halves(Stacked(), torch.randn(48, 64, dtype=bf16), precise=True, recipe=recipe)
+    assert found[0][0].code.count("extern_kernels._scaled_mm(") == 3
+    assert_computed(found, tmp_path)
+
+
 def test_a_power_of_a_number_is_as_large_as_the_exponent(tmp_path):
     """The number is a block of one element; what the library gives is multiplied by a result for each row."""
     x = torch.randn(64, 48)

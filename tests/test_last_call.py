@@ -214,6 +214,23 @@ def test_what_is_captured_into_a_cuda_graph_is_the_graphs(served, monkeypatch):
     assert all(torch.equal(data.view(torch.uint8), bits) for data, bits in zip(kept(), before, strict=True))
 
 
+def test_the_call_after_a_cuda_graph_was_captured(served, asked, monkeypatch):
+    """What was cast into the graph has no values before its first replay, and is not kept beyond it."""
+    model, f8, x = served
+    want = f8(x)
+    for weight in (model.first.weight, model.second.weight):
+        for each in WATCHES[id(weight)].copies.values():
+            for data in each.tensors.values():
+                data.fill_(2)
+    for module in ("f8fx.weights.last_call", "f8fx.weights.copies"):
+        monkeypatch.setattr(f"{module}.capturing", lambda: True)
+    assert torch.equal(f8(x), want)
+    for module in ("f8fx.weights.last_call", "f8fx.weights.copies"):
+        monkeypatch.setattr(f"{module}.capturing", lambda: False)
+    asked.clear()
+    assert not torch.equal(f8(x), want) and asked  # it read what is kept, which was overwritten here
+
+
 @pytest.mark.filterwarnings("ignore:f8fx. a weight is not cached")
 def test_weights_that_are_cast_in_each_call_anyway(asked):
     """Those that are a part of a larger tensor: nothing is kept, and so nothing is told apart."""

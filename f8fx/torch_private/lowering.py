@@ -115,6 +115,13 @@ class Lowering:
         """A copy of the value that is not removed as a no-op where ``x`` is a view."""
         return self._ir.ExternKernel.copy_input(x)
 
+    def in_own_memory(self, x: Any) -> Any:
+        """The value in a buffer that begins with it: a copy, if it is a view or an input."""
+        is_view = isinstance(x.data, self._ir.BaseView)
+        return (
+            self.copied(x) if is_view or isinstance(x.data.data, self._ir.InputBuffer) else self.realized(x)
+        )
+
     def row_major(self, x: Any) -> Any:
         """The 2-D value in a buffer of its own with contiguous strides."""
         return self._ir.ExternKernel.require_stride_order(x, [1, 0])

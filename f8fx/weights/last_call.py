@@ -77,7 +77,8 @@ class LastCall:
         # those from before: what changes while the copies are made may be in them or not
         signs = None if any(parameter.is_inference() for parameter in parameters) else _signs(parameters)
         tensors, last = fetch()
-        if last and signs is not None:
+        # what is captured into a CUDA graph has no values before that is replayed, and lies in memory of that graph's
+        if last and signs is not None and not capturing():
             kept[first] = signs, tensors
         return tensors
 

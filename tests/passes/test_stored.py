@@ -15,7 +15,7 @@ from torch import nn
 from f8fx.hardware import find
 from f8fx.kernels import cast
 from f8fx.report import recording
-from f8fx.torch_private import supports_rowwise_scaled_mm
+from f8fx.torch_private import as_strided_keeps_offsets, supports_rowwise_scaled_mm
 from tests.helpers import bf16, compiled, graph_after, randn, report_of, same_bits, sqnr
 
 fp8, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -286,6 +286,36 @@ class Rows(nn.Module):
 
     def forward(self, x):
         return self.first(x) + self.last(x) + self.stored(x)[..., :32]
+
+
+def test_scales_that_lie_inside_of_others():
+    """They are copied where a gemm cannot read them: not from 16 bytes on, or, with torch 2.11, not from their memory's start."""
+
+    def from_row(first):
+        def f(x, w, s):
+            return scaled(x, w, s[first : first + 48])
+
+        text = graph_after(f, randn(16, 32, grad=False), kept(48, 32), torch.ones(64, 1), recipe="rowwise")
+        assert "_scaled_mm(" in text and "quantize: " in text and "quantize_1" not in text
+        return "f32[48] = f8fx.materialize(view, whole=True)" in text
+
+    assert [from_row(first) for first in (0, 1, 2, 5)] == [False, True, True, True]
+    assert from_row(4) is from_row(16) is not as_strided_keeps_offsets()
+
+
+@needs_rowwise
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_scales_that_are_a_part_of_a_tensor(executor):
+    """Of the parameter, or the parameter itself, which a kernel would take for one that begins where its memory does."""
+    memory, x = torch.linspace(0.5, 2, 64).unsqueeze(1), randn(16, 32, grad=False)
+    layer = Layer(scaled, kept(48, 32), memory[3:51])
+    same_bits(
+        compiled(layer, executor=executor)(x), read(x, layer.weight, memory[3:51], "tensorwise", scaled)
+    )
+    inside = Layer(lambda x, w, s: scaled(x, w, s[3:51]), layer.weight.detach(), memory)
+    same_bits(
+        compiled(inside, executor=executor)(x), read(x, layer.weight, memory[3:51], "tensorwise", scaled)
+    )
 
 
 @needs_rowwise
