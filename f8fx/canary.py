@@ -124,7 +124,21 @@ def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: 
 
 
 def _first_difference(case: Case, device: torch.device, compile_fx: CompileFx) -> int | None:
-    """Which output of a function differs from its definition."""
+    """Which output of a function differs from its definition, with any candidate that its kernels are tuned among."""
+    TRYING.candidates = 1
+    TRYING.candidate = 0
+    try:
+        while TRYING.candidate < TRYING.candidates:
+            output = _first_difference_of_one(case, device, compile_fx)
+            if output is not None:
+                return output
+            TRYING.candidate += 1
+    finally:
+        TRYING.candidate = None
+    return None
+
+
+def _first_difference_of_one(case: Case, device: torch.device, compile_fx: CompileFx) -> int | None:
     x, y = data(case.gpu_shape if device.type == "cuda" else case.shape, device, case.dtype)
     # Inductor's caches do not know forms, and would give one the code of another
     patches = {**_patches(TRYING.forms), "force_disable_caches": True}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,10 +64,19 @@ class Verdict:
 
 
 class _Trying(threading.local):
-    """The forms a check is trying out on this thread."""
+    """What a check is trying out on this thread.
+
+    Attributes:
+        device: for which; ``None``: none is running.
+        forms: of each kind of kernel.
+        candidate: of those that a kernel is tuned among, the one; ``None``: it is tuned.
+        candidates: how many some kernel of the function that is compiled has.
+    """
 
     device: torch.device | None = None
     forms: Mapping[str, Form] = {}
+    candidate: int | None = None
+    candidates: int = 1
 
 
 TRYING = _Trying()
@@ -82,6 +91,14 @@ def form(device: torch.device, kind: Kind) -> Form:
         return TRYING.forms.get(kind, "definition")
     verdict = VERDICTS.get(device)
     return "fused" if verdict is None else verdict.forms[kind]
+
+
+def candidates(choices: Sequence[Mapping[str, int]]) -> Sequence[Mapping[str, int]]:
+    """What a kernel is tuned among; while a check runs, the one that is tried out."""
+    if TRYING.candidate is None:
+        return choices
+    TRYING.candidates = max(TRYING.candidates, len(choices))
+    return choices[min(TRYING.candidate, len(choices) - 1) :][:1]
 
 
 def key(devices: Iterable[torch.device]) -> tuple[Any, ...]:

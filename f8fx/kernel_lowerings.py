@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import ops
-from .kernel_forms import form
+from .kernel_forms import candidates, form
 from .kernels import computed_amaxes, launch, row_cast_columns
 from .torch_private import EXPRESSION_IMPORTS, Lowering, as_strided_keeps_offsets, expressions, jit_function
 
@@ -68,7 +68,9 @@ def _row_cast_columns(
         **kernel.constants(columns, step, dtype, power_of_2),
     }
     triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
-    table.launched(triton, programs, kernel.choices(columns), arguments, ("out", "inverse", "amaxes"))
+    table.launched(
+        triton, programs, candidates(kernel.choices(columns)), arguments, ("out", "inverse", "amaxes")
+    )
     results, start = [], 0
     for index, heights in enumerate(ops.in_groups(rows, groups)):
         end = start + sum(heights)
@@ -200,7 +202,7 @@ def _computed_amaxes(
     table.launched(
         jit_function(text, kernel.NAME),
         bands * kernel.across(columns),
-        kernel.choices(len(distinct)),
+        candidates(kernel.choices(len(distinct))),
         {**arguments, "M": rows, **kernel.constants(columns, len(distinct))},
         ("amaxes", "sums") if sums else ("amaxes",),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 import f8fx
 from f8fx import canary, canary_cases, lowerings, ops
 from f8fx.backend import compile_graph
-from f8fx.kernel_forms import FORMS, VERDICTS, Verdict, form, key
+from f8fx.kernel_forms import FORMS, TRYING, VERDICTS, Verdict, candidates, form, key
 from f8fx.kernels import cast, computed_amaxes
 from f8fx.options import Options
 from tests.helpers import bf16, compiled, randn
@@ -115,6 +116,37 @@ def test_kernels_of_ours_that_are_wrong_are_replaced(op):
     (failure,) = verdict.failures
     assert failure.startswith("one read in its form 'fused'") and "differs from its definition" in failure
     assert key([CPU]) == (("cpu", ("one read", "composed")),)
+
+
+def test_a_kernel_is_checked_as_any_candidate_it_is_tuned_among():
+    """Another one may be the fastest at other sizes."""
+    choices = [{"num_warps": warps} for warps in (4, 8, 16)]
+    tried = []
+
+    def compile_fx(graph, inputs, **kwargs):
+        ours = form(CPU, "one read") == "fused"
+        if not graph.graph.find_nodes(op="call_function", target=ops.amax_both) or not ours:
+            return graph
+        (choice,) = candidates(choices)
+        (fewer,) = candidates(choices[:2])
+        tried.append((choice["num_warps"], fewer["num_warps"]))
+        wrong = choice is choices[-1]
+        return lambda *args: [x.flip(0) if wrong else x for x in graph(*args)]
+
+    with pytest.warns(UserWarning, match="one read in its form 'composed'"):
+        verdict = canary.verdict_on(CPU, compile_fx)
+    assert tried == [(4, 4), (8, 8), (16, 8)] and verdict.changed == {"one read": "composed"}
+    assert candidates(choices) is choices and TRYING.candidate is None
+
+
+@pytest.mark.parametrize("candidate", range(3))
+def test_the_candidate_that_is_tried_is_the_one_that_is_launched(candidate, monkeypatch):
+    monkeypatch.setattr(TRYING, "candidate", candidate)
+    code = generated("amaxes of a computed tensor").code
+    (launched,) = re.findall(r"configs=\[(.*?)\],\n", code, re.DOTALL)
+    choice = computed_amaxes.choices(1)[min(candidate, 1)]
+    assert f"'num_warps': {choice['num_warps']}" in launched and f"'STAGES': {choice['STAGES']}" in code
+    assert launched.count("num_warps") == 1
 
 
 def test_an_option_of_the_users_brings_no_wrong_kernel_back(monkeypatch):

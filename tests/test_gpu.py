@@ -367,6 +367,53 @@ def test_cached_weights(cudagraphs):
         assert torch.equal(compiled(model, weights="cached", **options)(x), changed)
 
 
+def test_a_call_after_a_graph_of_the_users_was_captured():
+    """Captured casts have no values before the graph is replayed; a call on the stream of the capture reads its own."""
+    model, x = block().requires_grad_(False), normal(256, 512)
+    call, stream = compiled(model, weights="cached", executor="inductor"), torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        want = call(x).clone()
+        call(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = call(x)
+        assert torch.equal(call(x), want)
+        graph.replay()
+        assert torch.equal(captured, want)
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_stored_weights_whose_scales_lie_inside_of_others(recipe, executor):
+    """From 0, 264 and 528 bytes on."""
+    weights = [normal(64, 256, seed=i).to(torch.float8_e4m3fn) for i in range(3)]
+    scales, x = normal(3 * 66, 1, seed=4).float().abs() + 0.5, normal(128, 256)
+
+    def f(x):
+        parts = zip(weights, scales.chunk(3), strict=True)
+        return torch.cat([nn.functional.linear(x, (w.float() * s[:64]).to(bf16)) for w, s in parts], 1)
+
+    with torch.no_grad():
+        with recording() as reports:
+            got = compiled(f, recipe=recipe, executor=executor)(x)
+        assert sum(report.converted for report in reports) == 3
+        assert all(d.detail.endswith("in float8 already") for r in reports for d in r.decisions)
+        assert sqnr(f(x), got) > 25
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_max_autotune(recipe, rows):
+    """Which turns matmuls of one row into products (:mod:`f8fx.passes.products`), and has templates for others."""
+    model, x = block().requires_grad_(False), normal(rows, 512)
+    with torch.no_grad():
+        options = {"max_autotune": True, "coordinate_descent_tuning": True}
+        with recording() as reports:
+            got = compiled(model, recipe=recipe, executor="inductor", inductor=options)(x)
+        assert sum(report.converted for report in reports) == sum(report.total for report in reports) == 3
+        assert sqnr(model(x), got) > 20
+
+
 def test_scales_of_gathered_weights_wait_for_their_amaxes():
     """Where FSDP2's stream does not wait for the forward's."""
     from f8fx.fsdp.amaxes import Reduced

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from f8fx import f8fx
 from f8fx.fsdp import enable_float8_all_gather
 from f8fx.hardware import of_device
-from tests.distributed.simple_fsdp import simple_fsdp
-from tests.helpers import Block, bf16, compiled, sqnr
+from tests.helpers import Block, bf16
 
 HAVE_GPU = torch.cuda.is_available() and of_device(torch.device("cuda")).float8_tensor_cores
 HAVE_NCCL = dist.is_available() and dist.is_nccl_available()
@@ -83,7 +82,7 @@ def carries_float8(device: str) -> None:
 
 
 def one_rank(_: int, folder: str, backend: str, device: str) -> None:
-    """Float8 gathers have the bits of high-precision ones, FSDP2's and those in a graph."""
+    """FSDP2's float8 gathers have the bits of high-precision ones. In a graph of one rank there are none."""
     store = dist.FileStore(f"{folder}/store", 1)
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     mesh = init_device_mesh(device, (1,))
@@ -94,17 +93,6 @@ def one_rank(_: int, folder: str, backend: str, device: str) -> None:
             want, found = (gathered(recipe, mesh, device, float8, dtype) for float8 in (False, True))
             different = [name for name, value in want.items() if not torch.equal(value, found[name])]
             assert not different, (recipe, dtype, different)
-    for executor in ("eager", "inductor"):
-        results = []
-        for wire in ("off", "auto"):
-            torch._dynamo.reset()
-            model = simple_fsdp(blocks(device, bf16), mesh)
-            results.append(steps(compiled(model, executor=executor, wire=wire, **OPTIONS), device))
-        for name, value in results[0].items():
-            if executor == "eager":
-                assert torch.equal(value, results[1][name]), name
-            else:  # kernels of two graphs may sum in another order
-                assert sqnr(value, results[1][name]) > 25, name
     dist.destroy_process_group()
 
 
