@@ -379,7 +379,7 @@ class Stacked(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.long), "rowwise"])
 def test_scales_that_lie_inside_of_others(recipe, tmp_path):
     with torch.no_grad():
         found = halves(Stacked(), torch.randn(48, 64, dtype=bf16), precise=True, recipe=recipe)
