@@ -58,8 +58,10 @@ from .torch_private import (
     just_in_time,
     untraced,
 )
+from .tuning import tuning
 
-_MIX_ORDER = "triton.mix_order_reduction"
+#: Inductor options by which kernels reduce in several ways at once; torch 2.11 has the first alone.
+_MIXING = ("triton.mix_order_reduction", "triton.nested_reduction")
 
 CompileFx = Callable[..., Any]
 
@@ -141,7 +143,7 @@ def _first_difference(case: Case, device: torch.device, compile_fx: CompileFx) -
 def _first_difference_of_one(case: Case, device: torch.device, compile_fx: CompileFx) -> int | None:
     x, y = data(case.gpu_shape if device.type == "cuda" else case.shape, device, case.dtype)
     # Inductor's caches do not know forms, and would give one the code of another
-    patches = {**_patches(TRYING.forms), "force_disable_caches": True}
+    patches = {**_tuned(), **_patches(TRYING.forms), "force_disable_caches": True}
     compiled = compile_fx(fx.symbolic_trace(case.run), [x, y], config_patches=patches)
     for inputs in ((x, y), (special(x), y)):
         for index, (want, got) in enumerate(zip(case.run(*inputs), compiled(*inputs), strict=True)):
@@ -208,10 +210,28 @@ def verdict_on(device: torch.device, compile_fx: CompileFx | None = None) -> Ver
         return found
 
 
+def _tuned() -> dict[str, Any]:
+    """Inductor options by which functions are compiled as rewritten graphs are, in which one launch may be several kernels."""
+    carrier = _Tuning()
+    return {key: getattr(inductor_config(), key) for key in carrier.tuning} | {
+        "joint_custom_pre_pass": carrier
+    }
+
+
+class _Tuning:
+    """In the place of our pass; see :func:`f8fx.torch_private.tune_graphs_of`."""
+
+    def __init__(self) -> None:
+        self.tuning = tuning({})
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """A function of our operators is as it should be."""
+
+
 def _patches(forms: Mapping[str, Form]) -> dict[str, Any]:
-    if forms.get("reduction", "fused") == "fused" or _MIX_ORDER not in inductor_config().get_config_copy():
+    if forms.get("reduction", "fused") == "fused":
         return {}
-    return {_MIX_ORDER: False}
+    return {option: False for option in _MIXING if option in inductor_config().get_config_copy()}
 
 
 def _warn(verdict: Verdict) -> None:

@@ -63,6 +63,14 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         larger = aten.maximum.default(aten.relu.default(x), y)
         return (ops.quantize(larger, scale, dtype=e4m3, transpose=True, align=[16, 16]),)
 
+    def together(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        scale = aten.full.default([], 100.0, dtype=torch.float32, device=device)
+        return tuple(
+            ops.quantize(aten.relu.default(source), scale, dtype=dtype, transpose=transpose)
+            for transpose in (True, False)
+            for source, dtype in ((x, e4m3), (y, e5m2))
+        )
+
     def both(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         scale = aten.full.default([], 100.0, dtype=torch.float32, device=device)
         smaller = aten.minimum.default(x, y)
@@ -116,6 +124,7 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
     return (
         *stores,
         *wide,
+        Case("casts in one launch", "transpose", together, (20, 33), (520, 777), gpu_only=True),
         Case("tensorwise", "reduction", tensorwise, (20, 33), (520, 777)),
         Case("rowwise", "reduction", rowwise, (33, 20), (777, 520)),
         # as in a norm's backward: large and tall enough for Inductor to reduce rows and columns in one kernel

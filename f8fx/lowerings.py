@@ -211,7 +211,7 @@ def _materialize(table: Lowering, x: Any, whole: bool) -> Any:
     if parts is None:
         return table.in_own_memory(x) if whole else table.realized(x)
     # the kernels that compute the parts write them to their places
-    written = table.filled(parts.values, parts.dim)
+    written = table.filled(parts.values, parts.dim, are_ours=False)
     return written if whole else table.side_by_side(written, parts)
 
 

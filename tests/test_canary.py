@@ -20,6 +20,7 @@ from f8fx.backend import compile_graph
 from f8fx.kernel_forms import FORMS, TRYING, VERDICTS, Verdict, candidates, form, key
 from f8fx.kernels import cast, computed_amaxes
 from f8fx.options import Options
+from f8fx.tuning import tuning
 from tests.helpers import bf16, compiled, randn
 
 CPU = torch.device("cpu")
@@ -98,7 +99,9 @@ def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, checked, kind,
     verdict = canary.verdict_on(CPU)
     assert verdict.changed == {kind: chosen}
     assert len(verdict.failures) == len(broken) and "differs from its definition" in verdict.failures[0]
-    assert patches == ({"triton.mix_order_reduction": False} if kind == "reduction" else {})
+    options = ("triton.mix_order_reduction", "triton.nested_reduction") if kind == "reduction" else ()
+    known = torch._inductor.config.get_config_copy()
+    assert patches == {option: False for option in options if option in known}
     assert key([CPU]) == (("cpu", (kind, chosen)),)
 
 
@@ -345,6 +348,16 @@ def generated_for(case, monkeypatch=None, **forms):
         monkeypatch.setitem(VERDICTS, torch.device("cuda", 0), Verdict("h100", chosen))
     with codegen.h100(), torch._inductor.config.patch(canary._patches(forms)):
         return codegen.generate(graph, False)
+
+
+def test_casts_are_checked_in_one_launch_too():
+    """In graphs several kernels are one launch, which is other code; on a GPU functions are compiled with the options of graphs."""
+    code = generated("casts in one launch").code
+    launched = re.findall(r"^    +(triton_\S+?)\.run\(", code, re.MULTILINE)
+    assert len(launched) < 4 and code.count("tl.store(") == 4, launched
+    patches = canary._tuned()
+    assert patches.pop("joint_custom_pre_pass").tuning == tuning({})
+    assert patches == {key: getattr(torch._inductor.config, key) for key in tuning({})} != {}
 
 
 @pytest.mark.parametrize("name", ["transposed cast", "both casts", "both casts of float32"])

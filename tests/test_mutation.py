@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8fx
+from f8fx import lowerings, ops
 from tests.helpers import bf16, compiled, joint_graphs, randn, sqnr
 
 
@@ -179,3 +180,29 @@ def test_a_copy_of_what_is_overwritten_after_its_use(function, recipe, dtype, tr
         assert (want is None) == (got is None)
         if want is not None:
             assert torch.equal(want, got) or sqnr(want, got) > 18
+
+
+@torch.library.custom_op("f8fx_tests::overwrite", mutates_args={"x"})
+def overwrite(x: torch.Tensor) -> None:
+    x.fill_(-7.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_written_side_by_side_is_not_what_is_overwritten_later(whole):
+    """A part that was computed in its place there would be overwritten there, too."""
+    lowerings.register()
+
+    def f(a, b):
+        first, second = torch.sin(a) * 2, torch.cos(b) * 3
+        both = ops.materialize(ops.concat([first, second], 1), whole=whole)
+        overwrite(first)
+        return both, first + 1
+
+    inputs = torch.randn(64, 32), torch.randn(64, 48)
+    torch.compiler.reset()
+    # as in training graphs, whose nodes Inductor leaves in their order
+    with torch.no_grad(), torch._inductor.config.patch(reorder_for_locality=False, force_disable_caches=True):
+        got = torch.compile(f, fullgraph=True)(*inputs)
+    for value, want in zip(got, f(*inputs), strict=True):
+        torch.testing.assert_close(value, want)

@@ -13,6 +13,7 @@ from torch import fx
 from .inductor import inductor_config
 from .pointwise import tuned
 from .scheduling import fused_only_with
+from .tensors import storage_key
 
 
 class Parts(NamedTuple):
@@ -162,7 +163,9 @@ class Lowering:
             x = getattr(x, "data", None)
         return x
 
-    def filled(self, values: Sequence[Any], dim: int, zeros: Sequence[Any] = (0, 0)) -> Any:
+    def filled(
+        self, values: Sequence[Any], dim: int, zeros: Sequence[Any] = (0, 0), are_ours: bool = True
+    ) -> Any:
         """One contiguous buffer that the kernels of the 2-D values write into, side by side.
 
         What ``ir.ConcatKernel.create`` does, without the padding of strides, which float8 gemms do not take.
@@ -170,9 +173,11 @@ class Lowering:
         Args:
             zeros: rows and columns of zeros behind the values. A kernel of their own writes them, so that those of
                 the values run over the values' sizes, as others that read the same tensors do.
+            are_ours: nothing else has the values, and so nothing writes to them.
         """
         from torch._inductor.virtualized import V
 
+        options = {} if are_ours else _as_written_to(V.graph)
         ir = self._ir
         inner = list(values[0].get_size())
         ends: list[Any] = []
@@ -192,7 +197,7 @@ class Lowering:
         def fill(value: Any, rows: tuple[Any, Any], columns: tuple[Any, Any]) -> None:
             place = ir.SliceView.create(buffer, 0, *rows, clamp=False)
             place = ir.SliceView.create(place, 1, *columns, clamp=False)
-            kernel.inputs.append(ir.ConcatKernel.realize_into(value, place))
+            kernel.inputs.append(ir.ConcatKernel.realize_into(value, place, **options))
 
         for value, start, end in zip(values, [0, *ends], ends, strict=False):
             whole = [(0, size) for size in inner]
@@ -349,3 +354,19 @@ class Lowering:
         else:
             expression = multiple * Max(1, FloorDiv(size + multiple - 1, multiple)) - size
         return V.graph.sizevars.simplify(expression) if not isinstance(expression, int) else expression
+
+
+def _as_written_to(graph: Any) -> dict[str, bool]:
+    """How ``ConcatKernel.realize_into`` is to take what the node being lowered reads: as a copy, if the graph writes to any of it.
+
+    It may be a ``concat``, which is never written itself, so what that reads counts too. Needed since torch 2.15
+    (``GraphLowering.mutated_storages``); before, Inductor gives what is written to a buffer of its own.
+    """
+    written = getattr(graph, "mutated_storages", None)
+    if not written:
+        return {}
+    read = set(graph.current_node.all_input_nodes)
+    read |= {source for node in read for source in node.all_input_nodes}
+    values = [node.meta.get("val") for node in read]
+    storages = {storage_key(value) for value in values if isinstance(value, torch.Tensor)}
+    return {"allow_alias": storages.isdisjoint(written)}
