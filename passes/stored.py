@@ -68,9 +68,11 @@ class Stored:
         sizes = self._scale_sizes()
         if dim is None or not is_same(shape_of(self.data)[-1], shape_of(self.matrix)[-1]):
             return False
-        if dim == -1 or len(sizes) == len(shape_of(self.matrix)):
+        if dim == -1 or self._has_the_dimensions():
             return is_same(sizes[dim], 1)
-        return _is_one(sizes[:-1])  # the dimensions in front are one of the matrix
+        return len(shape_of(self.matrix)) == 2 and _is_one(
+            sizes[:-1]
+        )  # the dimensions in front are one of the matrix
 
     def inverse(self, insert: Inserter, dim: int | None) -> fx.Node:
         """What a gemm multiplies by, float32: one number, or one for each row or column of the matrix or matrices.
@@ -94,7 +96,7 @@ class Stored:
         else:
             sizes = [insert.size(self.data, i) for i in range(len(shape_of(self.data)))]
             sizes[dim] = 1
-            if dim == -2 and len(sizes) != len(shape_of(self.matrix)):
+            if dim == -2 and not self._has_the_dimensions():
                 sizes[:-1] = [1] * (len(sizes) - 1)
             if not is_same_shape(shape_of(scale), [_value(size) for size in sizes]):
                 scale = insert(aten.expand.default, scale, sizes)
@@ -108,6 +110,11 @@ class Stored:
         if count and not _begins_where_gemms_read(scale.meta["val"]):
             scale = insert(ops.materialize, scale, whole=True)
         return scale
+
+    def _has_the_dimensions(self) -> bool:
+        """Whether those of the data, whose last one is the matrix's, are those of the matrix, or of the matrices of experts."""
+        sizes, own = shape_of(self.data), shape_of(self.matrix)
+        return len(sizes) == len(own) and (len(own) == 2 or is_same_shape(sizes, own))
 
     def _scale_sizes(self) -> tuple:
         """The sizes of the scale, as many as the data has."""

@@ -70,7 +70,9 @@ class Thresholds:
         kinds: dict[Hashable, int] = {}
         found: dict[int, tuple[_Group, int]] = {}
         for members in _groups(self.gemms):
-            kind = kinds.setdefault(_likeness([self.gemms[i] for i in members]), len(kinds))
+            dynamic = tuple(_dynamic(self.choices[i]) for i in members)
+            likeness = _likeness([self.gemms[i] for i in members]), dynamic
+            kind = kinds.setdefault(likeness, len(kinds))
             group = _Group(kind, members)
             found.update({index: (group, place) for place, index in enumerate(members)})
         return found
@@ -127,6 +129,12 @@ def _groups(gemms: Sequence[PlannedGemm]) -> list[list[int]]:
         if found:
             groups.append(sorted(found))
     return groups
+
+
+def _dynamic(choice: Convert) -> tuple[bool, ...]:
+    """Which sizes of a matmul are multiplied with the number of rows."""
+    gemm = choice.gemm
+    return tuple(not isinstance(size, int) for size in (gemm.m, gemm.k, gemm.n))
 
 
 def _likeness(gemms: Sequence[PlannedGemm]) -> Hashable:

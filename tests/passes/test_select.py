@@ -416,6 +416,25 @@ def test_what_is_converted_has_no_more_rows_than_it_is_converted_from(rows):
     assert output.converted == (rows >= least)
 
 
+def test_what_else_is_dynamic_counts_in_what_m_it_pays_from():
+    """K grows with M in one of two matmuls, which are alike as they were traced."""
+    weights = [torch.empty(4096, 4096, dtype=bf16, device="meta") for _ in range(2)]
+    xs = [torch.empty(4096, 4096, dtype=bf16, device="meta") for _ in range(2)]
+    for tensor, dim in ((xs[0], 0), (xs[1], 0), (xs[1], 1), (weights[1], 0)):
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+    def f(*pairs):
+        return [x @ weight for x, weight in pairs]
+
+    def least(*pairs):
+        pipeline, reports = f8fx.Options.parse({"target": "h100", "activations": "convert"}).pipeline(), []
+        joint_graphs(f, *pairs, transform=lambda graph: reports.append(pipeline(graph)))
+        return [int(re.search(r"pays for M >= (\d+)", d.detail)[1]) for d in reports[0].decisions]
+
+    pairs = tuple(zip(xs, weights, strict=True))
+    assert least(*pairs) == [*least(pairs[0]), *least(pairs[1])] == [3424, 3600]
+
+
 @pytest.mark.parametrize("target", ["mi300x", "b200", "h100"])
 def test_formats_are_those_of_the_hardware(target):
     """MI300X has the fnuz flavours; everything else the OCP ones."""

@@ -516,6 +516,26 @@ def test_experts_by_their_scales(sizes):
     assert [d.detail for d in report_of(model, x, **options).decisions] == [ALREADY]
 
 
+@needs_rowwise
+@pytest.mark.parametrize(
+    "data, scales", [((64, 64), (64,)), ((4, 16, 64), (4, 1, 64)), ((4, 16, 64), (1, 1, 64))], ids=str
+)
+def test_experts_that_are_stored_in_other_dimensions(data, scales):
+    """Of each expert's columns there is no scale: its rows are some of a stored matrix, or all of several."""
+    weight = nn.Parameter(kept(*data), requires_grad=False)
+    offsets = torch.tensor([16, 48], dtype=torch.int32)
+    s = torch.linspace(1, 2, torch.Size(scales).numel()).view(scales)
+
+    def f(x):
+        matrices = (weight.to(torch.float32) * s).to(x.dtype).view(2, 32, 64)
+        return torch._grouped_mm(x, matrices, offsets)
+
+    x, options = randn(48, 32, grad=False), {"recipe": "rowwise", "experts": "convert"}
+    assert sqnr(f(x), compiled(f, **options)(x)) > 25
+    (decision,) = report_of(f, x, **options).decisions
+    assert decision.converted and decision.detail != ALREADY
+
+
 def test_layers_of_one_input_are_read_apart():
     """Joined, they would have to be quantized."""
 
