@@ -333,6 +333,14 @@ def test_a_rank_that_is_slow_to_repeat_what_others_have_repeated(ranks):
     assert ranks(*(Turns(turns, [0, pause, 0]) for pause in (0, 1, 0.5))) == [None] * 3
 
 
+def test_who_repeats_what_another_has_repeated_waits_for_the_third(ranks):
+    """Which decides otherwise, where the first has gone on."""
+    first = Turns([sending(*MOVED, timeout=LONG)] * 2, [0, 0.3])
+    second = Turns([sending(*sends, timeout=LONG) for sends in (MOVED, MOVED, BEFORE)], [0, 0, 0])
+    third = Turns([sending(*sends, timeout=LONG) for sends in (MOVED, ("else",))], [0, 0.5])
+    assert [type(error) for error in ranks(first, second, third)] == [RankDisagreement] * 3
+
+
 @pytest.fixture
 def compiling(store, monkeypatch, caplog):
     """One rank after the other compiles one model; what was warned of then."""

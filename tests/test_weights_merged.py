@@ -319,6 +319,15 @@ def test_inference_inside_a_training_process_keeps_all_of_them(casts):
     assert casts == [(64, K), (64, 128)]
 
 
+def test_one_that_other_processes_can_write_is_enough_to_keep_none_of_them():
+    model, x = Block().requires_grad_(False), x64()
+    f8 = warm(model, x)
+    model.k.weight.share_memory_()
+    infer(f8, x)
+    torch._C.TensorBase.data.__get__(model.k.weight).mul_(2)  # nothing here sees it
+    assert torch.equal(infer(f8, x), infer(compiled(model, **H100), x))
+
+
 def test_replaced_weights_leave_nothing_behind():
     model, x = Block().requires_grad_(False), randn(64, K, grad=False)
     f8 = compiled(model, weights="cached", **H100)

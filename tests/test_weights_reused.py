@@ -78,6 +78,18 @@ def test_a_step_inside_the_block_is_seen():
     assert all(torch.equal(p, q) for p, q in zip(want, got, strict=True))
 
 
+def test_weights_are_refreshed_inside_the_block():
+    model, x = Net(), x16()
+    hidden = torch._C.TensorBase.data.__get__(model.first.weight)
+    f8 = compiled(model, weights="reused")
+    with f8fx.reuse_weights(model):
+        f8(x)
+        hidden.mul_(2)
+        f8fx.refresh_weights(model)
+        got = f8(x)
+    assert torch.equal(got, uncached_rows(model, x))
+
+
 def test_the_block_frees_its_copies_and_a_pending_backward_keeps_what_it_needs():
     model, x = Net(), x16()
     f8 = compiled(model, weights="reused")

@@ -602,6 +602,15 @@ def test_refresh_weights():
         assert torch.equal(infer(f8, x), uncached_rows(model, x))
 
 
+def test_refresh_weights_frees_the_copies():
+    model = Net().requires_grad_(False)
+    warm(model, x16())
+    copies = weakref.ref(copies_of(model.first.weight))
+    f8fx.refresh_weights(model)
+    gc.collect()
+    assert copies() is None
+
+
 def test_refresh_weights_refuses_what_has_no_weights():
     model = Net()
     for wrong, hint in (
@@ -609,7 +618,7 @@ def test_refresh_weights_refuses_what_has_no_weights():
         (model.state_dict(), "OrderedDict"),
         (model.first.weight, "Parameter"),
         ("first", "str"),
-        (3, "int"),
+        (3, "got a int"),
     ):
         with pytest.raises(TypeError, match=hint):
             f8fx.refresh_weights(wrong)

@@ -24,7 +24,9 @@ def test_the_line_and_the_table_say_what_became_of_gathers():
     assert report.line() == line
     file = io.StringIO()
     print_report(report, file)
-    assert "12288 bytes become 6152" in " ".join(file.getvalue().split()).replace("│ ", "")
+    shown = " ".join(file.getvalue().split())
+    assert "12288 bytes become 6152" in shown.replace("│ ", "")
+    assert "gathered in ┃ shape ┃ dtype ┃ ranks ┃ float8 ┃ why" in shown
 
 
 def test_the_report_survives_the_cache():
