@@ -229,6 +229,19 @@ def test_graphs_are_compared_on_the_device_that_their_collectives_run_on(ranks, 
     assert devices == ["meta"]
 
 
+def test_on_a_gpu_the_error_is_an_assertion_on_the_device(ranks, monkeypatch):
+    """The host waits for no answer."""
+    for sends in (MOVED, BEFORE):
+        assert ranks(*[sending(*sends, timeout=LONG)] * 3) == [None] * 3
+    asserted = []
+    monkeypatch.setattr(agreement, "assert_on_device", lambda *args: asserted.append(args))
+    monkeypatch.setattr(agreement, "same_on_all", lambda *args: torch.tensor(False))
+    run = checked(lambda x: x + 1, sending(*MOVED).traffic, [torch.ones(1, device="meta")])
+    assert ranks(Calling(run)) == [2]
+    ((same, message),) = asserted
+    assert not same and "ranks run graphs that were decided differently" in message
+
+
 def test_what_other_processes_agreed_on_before_is_not_compared(ranks, calls, monkeypatch):
     call, asked, _ = calls
     for sends in (MOVED, BEFORE):
