@@ -19,6 +19,7 @@ from torch import fx
 
 from f8fx.cache import CacheKey
 from f8fx.graph_pass import GraphPass, PassError
+from f8fx.options import Options
 from f8fx.ranks import agreement, ledger, peers
 from f8fx.ranks.agreement import _Graph, checked, confirm
 from f8fx.ranks.ledger import RankDisagreement, others_known
@@ -386,6 +387,27 @@ def test_a_rank_that_compiles_a_model_for_itself_too(compiling):
     compiling(0, "recipe=rowwise"), compiling(1, "recipe=rowwise")
     assert compiling(0, "weights=cached") == ""
     assert compiling(2, "recipe=rowwise") == ""
+
+
+def test_options_in_words():
+    """In the same words for what decides alike: of a function its name, if it does not say itself what it is."""
+
+    def keep(fqn, gemm):
+        return True
+
+    def words(**options):
+        return {
+            word.partition("=")[0]: word.partition("=")[2] for word in peers._in_words(Options.parse(options))
+        }
+
+    assert words(filter_fn=keep)["filter_fn"] == repr(keep.__qualname__)
+    keep.uuid = "v1"
+    assert words(filter_fn=keep)["filter_fn"] == "'v1'"
+    assert "filter_fn" not in words()
+    assert words(only_fqns=["b", "a"]) == words(only_fqns={"a", "b"})
+    assert words(recipe="rowwise")["recipe"] == "'rowwise'"
+    mine = dataclasses.replace(PRESETS["rowwise"], grad_weight=None)
+    assert words(recipe=mine)["recipe"] == repr(mine)
 
 
 def test_another_recipe_than_that_of_the_gathers_is_named(caplog):
