@@ -85,6 +85,7 @@ def test_rowwise_sends_both_copies_or_each_in_its_half():
     forwards = [predict(net(), 2, options("rowwise"), copies=copies, training=False) for copies in sizes]  # type: ignore[arg-type]
     assert forwards[0].rows == forwards[1].rows and not any(c.doubled for c in forwards)
     assert not predict(net(), 1, options("rowwise"), copies="both").doubled  # nothing is gathered
+    assert not predict(net(), 2, options("tensorwise"), copies="both").doubled  # one serves both halves
 
 
 class Checkpointed(nn.Module):

@@ -64,6 +64,26 @@ def test_where_inductor_runs_no_passes_there_is_nothing_to_explain():
         f8fx.explain(meta_mlp(), meta_input(4096, 4096), inductor={"use_joint_graph_passes": False})
 
 
+def test_what_merging_gains_the_rows_gain():
+    class Projections(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+        def forward(self, x):
+            return self.q(x).sin().sum() + self.k(x).cos().sum()
+
+    with torch.device("meta"):
+        model = Projections().to(bf16)
+    found = [
+        f8fx.explain(model, meta_input(8192, 1024), merge=merge, select="all") for merge in ("never", "auto")
+    ]
+    apart, merged = (sum(row.float8_seconds or 0.0 for row in e.rows) for e in found)
+    (decision,) = found[1].graphs[0].merges
+    assert decision.merged and apart > merged
+    assert apart - merged == pytest.approx(decision.separate_seconds - decision.merged_seconds)
+
+
 def test_a_filtered_matmul_has_a_time_and_no_prediction():
     e = f8fx.explain(meta_mlp(), meta_input(16384, 2048), filter_fqns=["down"])
     down = [row for row in e.rows if row.fqn == "down"]

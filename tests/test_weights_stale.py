@@ -582,6 +582,15 @@ def test_weights_without_data(way, training):
         assert x.grad.is_meta
 
 
+def test_an_optimizer_that_trains_a_weight_frozen_since_its_backward():
+    model, x = Net().requires_grad_(False), x16()
+    f8 = warm(model, x)
+    step(torch.optim.AdamW, fused=True)(
+        model
+    )  # it asks for gradients that are there, not for those that are wanted
+    assert torch.equal(infer(f8, x), uncached_rows(model, x))
+
+
 def test_refresh_weights():
     model, x = Net().requires_grad_(False), x16()
     hidden = torch._C.TensorBase.data.__get__(model.first.weight)

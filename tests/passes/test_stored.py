@@ -517,6 +517,32 @@ def test_experts_by_their_scales(sizes):
 
 
 @needs_rowwise
+@pytest.mark.parametrize("scales", [(4, 12, 1), (12, 1), (1, 1, 1)], ids=str)
+def test_rows_that_are_stored_in_more_dimensions(scales):
+    w, s = kept(4, 12, 32), torch.linspace(1, 2, torch.Size(scales).numel()).view(scales)
+
+    def f(x, w, s):
+        return F.linear(x, (w.to(torch.float32) * s).to(x.dtype).view(48, 32))
+
+    x = randn(16, 32, grad=False)
+    got = compiled(f, recipe="rowwise", activations="convert")(x, w, s)
+    same_bits(got, read(x, w.view(48, 32), s.expand(4, 12, 1).reshape(48, 1), "rowwise", scaled))
+
+
+@needs_rowwise
+@pytest.mark.parametrize("scales", [(48,), (1, 48), (1, 1, 48)], ids=str)
+def test_columns_that_are_stored_in_more_dimensions(scales):
+    w, s = kept(4, 8, 48), torch.linspace(1, 2, 48).view(scales)
+
+    def f(x, w, s):
+        return x @ (w.to(torch.float32) * s).to(x.dtype).view(32, 48)
+
+    x = randn(16, 32, grad=False)
+    got = compiled(f, recipe="rowwise", activations="convert")(x, w, s)
+    same_bits(got, read(x, w.view(32, 48).t(), s.reshape(48, 1), "rowwise", scaled))
+
+
+@needs_rowwise
 @pytest.mark.parametrize(
     "data, scales", [((64, 64), (64,)), ((4, 16, 64), (4, 1, 64)), ((4, 16, 64), (1, 1, 64))], ids=str
 )
