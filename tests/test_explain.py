@@ -82,6 +82,9 @@ def test_what_merging_gains_the_rows_gain():
     (decision,) = found[1].graphs[0].merges
     assert decision.merged and apart > merged
     assert apart - merged == pytest.approx(decision.separate_seconds - decision.merged_seconds)
+    costs, sizes = cost_model(hardware.find("h100"), None), ((8192, 1024, 1280), (1280, 8192, 1024))
+    assert decision.roles == ("output", "grad_weight")
+    assert decision.merged_seconds == pytest.approx(sum(costs.gemm_seconds(*each, True) for each in sizes))
 
 
 def test_a_filtered_matmul_has_a_time_and_no_prediction():
