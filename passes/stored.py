@@ -70,9 +70,8 @@ class Stored:
             return False
         if dim == -1 or self._has_the_dimensions():
             return is_same(sizes[dim], 1)
-        return len(shape_of(self.matrix)) == 2 and _is_one(
-            sizes[:-1]
-        )  # the dimensions in front are one of the matrix
+        # the dimensions in front are one of the matrix
+        return len(shape_of(self.matrix)) == 2 and _is_one(sizes[:-1])
 
     def inverse(self, insert: Inserter, dim: int | None) -> fx.Node:
         """What a gemm multiplies by, float32: one number, or one for each row or column of the matrix or matrices.
