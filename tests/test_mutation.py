@@ -182,7 +182,7 @@ def test_a_copy_of_what_is_overwritten_after_its_use(function, recipe, dtype, tr
             assert torch.equal(want, got) or sqnr(want, got) > 18
 
 
-@torch.library.custom_op("f8fx_tests::overwrite", mutates_args={"x"})
+@torch.library.custom_op("f8fx_tests::fill", mutates_args={"x"})
 def overwrite(x: torch.Tensor) -> None:
     x.fill_(-7.0)
 
