@@ -60,7 +60,7 @@ from .torch_private import (
 )
 from .tuning import tuning
 
-#: Inductor options by which kernels reduce in several ways at once; torch 2.11 has the first alone.
+#: Inductor options by which kernels reduce in several ways at once; not every torch has all of them.
 _MIXING = ("triton.mix_order_reduction", "triton.nested_reduction")
 
 CompileFx = Callable[..., Any]
