@@ -29,7 +29,7 @@ from f8fx.graph_bytes import saved_bytes
 from f8fx.options import Options
 from f8fx.partition import Partitioner
 from f8fx.torch_private import detect_fake_mode, fake_tensor_mode, live_bytes
-from f8fx.tuning import tuning
+from f8fx.tuning import patches_for, tuning
 
 from .rereads import Tensor, reread_bytes, scattered_bytes, strided_bytes
 from .stand_in import h100 as h100
@@ -148,14 +148,13 @@ def generate(half: fx.GraphModule, is_backward: bool, is_inference: bool = False
 
     lowerings.register()
     graph, inputs, mode = _on_cuda(half)
-    patches: dict[str, Any] = {
+    options: dict[str, Any] = {
         "force_disable_caches": True,
         "compile_threads": 1,
         "triton.autotune_at_compile_time": False,
+        **patches_for(types.SimpleNamespace(tuning=tuning({}))),
     }
-    carrier = types.SimpleNamespace(tuning=tuning({}))
-    patches.update({key: getattr(config, key) for key in carrier.tuning}, joint_custom_pre_pass=carrier)
-    with V.set_fake_mode(mode), config.patch(patches):
+    with V.set_fake_mode(mode), config.patch(options):
         # one of Inductor's joint passes, which leaves tensors on the meta device as they are
         replace_random_passes(graph)
         _recursive_post_grad_passes(graph, is_inference=is_inference)

@@ -58,7 +58,7 @@ from .torch_private import (
     just_in_time,
     untraced,
 )
-from .tuning import tuning
+from .tuning import patches_for, tuning
 
 #: Inductor options by which kernels reduce in several ways at once; not every torch has all of them.
 _MIXING = ("triton.mix_order_reduction", "triton.nested_reduction")
@@ -143,8 +143,8 @@ def _first_difference(case: Case, device: torch.device, compile_fx: CompileFx) -
 def _first_difference_of_one(case: Case, device: torch.device, compile_fx: CompileFx) -> int | None:
     x, y = data(case.gpu_shape if device.type == "cuda" else case.shape, device, case.dtype)
     # Inductor's caches do not know forms, and would give one the code of another
-    patches = {**_tuned(), **_patches(TRYING.forms), "force_disable_caches": True}
-    compiled = compile_fx(fx.symbolic_trace(case.run), [x, y], config_patches=patches)
+    config = {**patches_for(_Tuned()), **_patches(TRYING.forms), "force_disable_caches": True}
+    compiled = compile_fx(fx.symbolic_trace(case.run), [x, y], config_patches=config)
     for inputs in ((x, y), (special(x), y)):
         for index, (want, got) in enumerate(zip(case.run(*inputs), compiled(*inputs), strict=True)):
             if not _same(want, got):
@@ -210,19 +210,11 @@ def verdict_on(device: torch.device, compile_fx: CompileFx | None = None) -> Ver
         return found
 
 
-def _tuned() -> dict[str, Any]:
-    """Inductor options by which functions are compiled as rewritten graphs are, in which one launch may be several kernels."""
-    carrier = _Tuning()
-    return {key: getattr(inductor_config(), key) for key in carrier.tuning} | {
-        "joint_custom_pre_pass": carrier
-    }
-
-
-class _Tuning:
-    """In the place of our pass; see :func:`f8fx.torch_private.tune_graphs_of`."""
+class _Tuned:
+    """In the place of our pass: functions are compiled as rewritten graphs are, in which one launch may be several kernels."""
 
     def __init__(self) -> None:
-        self.tuning = tuning({})
+        self.tuning: Mapping[str, Any] = tuning({})
 
     def __call__(self, graph: fx.Graph) -> None:
         """A function of our operators is as it should be."""

@@ -20,6 +20,7 @@ from .torch_private import (
     inductor_config,
     runs_joint_passes,
 )
+from .tuning import patches_for
 
 CompileFx = Callable[..., Any]
 
@@ -70,9 +71,7 @@ class Compiler:
         lowerings.register()
         if graph_pass is None:
             return self.compile_fx(graph, example_inputs, config_patches=dict(self.config))
-        ours: dict[str, Any] = {"joint_custom_pre_pass": graph_pass}
-        # as they are: lowering changes them, and Inductor sets them back after the compile
-        ours.update({key: getattr(inductor_config(), key) for key in graph_pass.tuning})
+        ours = patches_for(graph_pass)
         if self.partitions:
             ours["custom_partitioner_fn"] = partitioner
         spare = None if has_report(graph_pass.key) else copy_of_graph(graph)

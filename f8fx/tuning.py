@@ -7,7 +7,7 @@ converted is compiled as by plain Inductor. Only on GPUs; options that the runni
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from .torch_private import differs_from_default, inductor_config
 
@@ -42,3 +42,19 @@ def tuning(given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in TUNING.items()
         if key in known and not (key in given or differs_from_default(key))
     }
+
+
+class Tuned(Protocol):
+    """What stands in the place of Inductor's custom pass, and carries options for the graphs that are lowered with it."""
+
+    tuning: Mapping[str, Any]
+
+
+def patches_for(carrier: Tuned) -> dict[str, Any]:
+    """Config patches under which graphs with our operators are lowered with ``carrier.tuning``.
+
+    The options themselves are patched to what they are: lowering changes them
+    (:func:`f8fx.torch_private.tune_graphs_of`), and Inductor sets them back after the compile.
+    """
+    config = inductor_config()
+    return {"joint_custom_pre_pass": carrier} | {key: getattr(config, key) for key in carrier.tuning}
