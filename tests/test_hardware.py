@@ -33,6 +33,28 @@ def test_figures_that_no_time_can_be_computed_from(figure: str, value: object) -
         dataclasses.replace(hardware.find("h100"), **{figure: value})
 
 
+def test_a_launch_may_cost_nothing_and_no_rate_may_be_zero() -> None:
+    h100 = hardware.find("h100")
+    assert dataclasses.replace(h100, launch_overhead=0.0).launch_overhead == 0
+    with pytest.raises(ValueError, match="launch_overhead must be a number that is not negative, got -1.0"):
+        dataclasses.replace(h100, launch_overhead=-1.0)
+    with pytest.raises(ValueError, match="memory_bandwidth must be a positive number, got 0"):
+        dataclasses.replace(h100, memory_bandwidth=0)
+
+
+def test_a_figure_is_the_same_whatever_its_source() -> None:
+    h100 = hardware.find("h100")
+    measured = dataclasses.replace(h100, sources={"sms": "counted"})
+    assert measured == h100 and hash(measured) == hash(h100)
+    assert "counted" not in repr(measured)
+
+
+def test_grouped_float8_gemms_are_for_hopper() -> None:
+    """And for the CPU, on which they are emulated."""
+    have = [name for name in hardware.names() if hardware.find(name).grouped_gemm]
+    assert have == ["h100", "h100-pcie", "h100-nvl", "h20", "h200", "h200-nvl", "cpu"]
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [
