@@ -8,7 +8,13 @@ import nox
 nox.options.reuse_existing_virtualenvs = True
 nox.options.stop_on_first_error = False
 
-TORCH = {"2.11": "torch==2.11.0", "2.13": "torch==2.13.0", "2.15": "torch==2.15.0"}
+TORCH = {
+    "2.11": "torch==2.11.0",
+    "2.12": "torch==2.12.1",
+    "2.13": "torch==2.13.0",
+    "2.14": "torch==2.14.1",
+    "2.15": "torch==2.15.0",
+}
 
 
 @nox.session(venv_backend="venv")

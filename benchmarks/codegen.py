@@ -6,7 +6,7 @@ the device. Nothing is compiled or run. What comes out is the list of kernels wi
 to move at least: tensors read once, tensors written once; and what the generated code moves beyond that
 (:mod:`benchmarks.rereads`).
 
-Private interfaces of torch 2.11, 2.13 and 2.15, used here for measuring and testing only, never by f8fx: what stands in
+Private interfaces of torch 2.11 to 2.15, used here for measuring and testing only, never by f8fx: what stands in
 for a device (:mod:`benchmarks.stand_in`) goes deeper into Inductor than :mod:`f8fx.torch_private`, and no other file may.
 """
 

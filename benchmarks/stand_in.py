@@ -1,6 +1,6 @@
 """A stand-in for an H100, for which Inductor generates code where there is none.
 
-Private interfaces of torch 2.11, 2.13 and 2.15, see :mod:`benchmarks.codegen`.
+Private interfaces of torch 2.11 to 2.15, see :mod:`benchmarks.codegen`.
 """
 
 from __future__ import annotations

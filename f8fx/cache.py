@@ -126,7 +126,7 @@ def _local(value: torch.Tensor) -> list[Any]:
     """Layouts of the tensors inside a subclass, how it is sharded, and where this rank is among those that have its other parts.
 
     A DTensor that is sharded unevenly has other local sizes on other ranks, code that shards one takes this rank's part,
-    and gathers name this rank's group. AOTAutograd's key holds none of that (torch 2.13 and 2.15; 2.11 caches no such
+    and gathers name this rank's group. AOTAutograd's key holds none of that (torch 2.12 to 2.15; 2.11 caches no such
     graph), so with a cache directory in common one rank would be served another's code.
     https://github.com/pytorch/pytorch/issues/188390
     """

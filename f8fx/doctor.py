@@ -102,7 +102,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         title="Triton writes garbage bytes in a transposed float8 store next to a NaN-propagating min/max",
         link="https://github.com/triton-lang/triton/issues/11111",
         # TritonOverrides.maximum (torch/_inductor/codegen/triton.py) calls triton_helpers.maximum on
-        # CUDA in 2.11 and 2.13, and emits tl.maximum(.., tl.PropagateNan.ALL) in 2.15, since
+        # CUDA up to 2.13, and emits tl.maximum(.., tl.PropagateNan.ALL) from 2.14 on, since
         # pytorch/pytorch#186933 (nightlies of 2.14, from 2026-06-14).
         torch=Versions(since="2.14"),
         triton=Versions(),
@@ -141,15 +141,15 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         title="torch._scaled_mm on CPU takes one scale per tensor only",
         link="",
-        torch=Versions(before="2.13"),
+        torch=Versions(before="2.12"),
         where="cpu",
         effect="Rowwise scales raise an internal assertion on CPU.",
-        workaround="f8fx emulates the rowwise gemm itself there; upgrade to torch 2.13 to use PyTorch's.",
+        workaround="f8fx emulates the rowwise gemm itself there; upgrade to torch 2.12 or newer to use PyTorch's.",
     ),
     KnownIssue(
         title="Casts to float8_e4m3fn overflow to NaN instead of saturating",
         link="https://github.com/pytorch/pytorch/pull/178817",
-        torch=Versions(before="2.12"),
+        torch=Versions(before="2.13"),
         effect="A value above 448 becomes NaN in eager mode and in compiled CPU code.",
         workaround="None needed for f8fx, which clamps before it casts; clamp in your own code.",
     ),
@@ -184,7 +184,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         title="A compile cache serves one rank the code of another where DTensors are inputs",
         link="https://github.com/pytorch/pytorch/issues/188390",
-        # Tried: 2.13 and 2.15 do; 2.11 caches no such graph (keys came with pytorch/pytorch#173526).
+        # Tried: 2.13 and 2.15 do (2.12 and 2.14 by reading); 2.11 caches no such graph (keys came with pytorch/pytorch#173526).
         torch=Versions(since="2.12"),
         effect=(
             "The second run of ranks that share a cache directory, on one node say: wrong numbers where a tensor is "
@@ -198,8 +198,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         title="module.compile() on a built-in module is a silent no-op",
         link="https://github.com/pytorch/pytorch/pull/185722",
-        # Tried: no graph reaches the backend in 2.11 and 2.13, one does in 2.15.
-        torch=Versions(before="2.15"),
+        # Tried: no graph reaches the backend in 2.11 to 2.13, one does in 2.14 and 2.15.
+        torch=Versions(before="2.14"),
         effect=(
             "nn.Linear(...).compile() and nn.Sequential(nn.Linear(...)).compile() never call the "
             "backend: the module runs eagerly, in bf16, and f8fx logs nothing."
@@ -209,7 +209,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         title="DistributedDataParallel around a built-in module is not compiled",
         link="",
-        # Tried: no graph reaches any backend in 2.11, 2.13 and 2.15.
+        # Tried: no graph reaches any backend in 2.11 to 2.15.
         torch=Versions(),
         effect=(
             "torch.compile(DistributedDataParallel(nn.Sequential(...))) compiles modules of one's own in it one by one. "

@@ -16,7 +16,7 @@ TUNING: Mapping[str, Any] = {
     # kernels of equal depth become one launch: the casts of all weights, their amaxes, all scales
     "combo_kernels": True,
     "combo_kernel_max_num_nodes": 16,
-    # column amaxes want tall blocks, row amaxes wide ones; only where Inductor tunes each of them (torch 2.13)
+    # column amaxes want tall blocks, row amaxes wide ones; only where Inductor tunes them in groups (from torch 2.13 on)
     "combo_kernel_per_subkernel_blocks": True,
     # a weight may be quantized before its turn to be in that launch, for at most so much memory as
     # f8fx.torch_private.combining allows to all launches of a graph together; these bound each of them

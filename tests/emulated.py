@@ -8,7 +8,7 @@ each of the tuning candidates, what is a constant. Kernels run under Triton's in
 * ``_scaled_mm`` (and its grouped form) is its definition, and takes what the CUDA operator takes (``aten/src/ATen/native/cuda/ScaledBlas.cpp``) and
   cuBLASLt accepts on an H100 (sizes, layouts, scales, alignment), and nothing else.
 
-Private interfaces of torch 2.11, 2.13 and 2.15, for tests only, as in :mod:`benchmarks.codegen`.
+Private interfaces of torch 2.11 to 2.15, for tests only, as in :mod:`benchmarks.codegen`.
 """
 
 from __future__ import annotations

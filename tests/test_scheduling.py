@@ -69,7 +69,7 @@ def test_with_one_block_size_rows_and_columns_never_share_a_launch():
 
 @pytest.mark.parametrize("own_blocks", [False, True])
 def test_rows_of_which_one_block_holds_any_number_of_elements_are_launched_alone(own_blocks, monkeypatch):
-    """Combined, Inductor cannot generate code for them; before torch 2.15."""
+    """Combined, Inductor cannot generate code for them; before torch 2.14."""
     from torch._inductor.codegen import triton_combo_kernel as combo
     from torch._inductor.virtualized import V
 
@@ -91,7 +91,7 @@ def test_rows_of_which_one_block_holds_any_number_of_elements_are_launched_alone
     finally:
         scheduling._partition_by_kind.cache_clear()
     found = {" ".join(sorted(each.name for each in group)) for group in groups}
-    together = {"known looped open"} if scheduling.release() >= (2, 15) else {"known looped", "open"}
+    together = {"known looped open"} if scheduling.release() >= (2, 14) else {"known looped", "open"}
     assert found == together
 
 

@@ -117,7 +117,7 @@ class Float8Weight(torch.Tensor):
         )
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled graphs that read it depend on: part of the key of torch's cache on disk, from 2.13 on."""
+        """What compiled graphs that read it depend on: part of the key of torch's cache on disk, from 2.12 on."""
         tensors = [(t.dtype, t.shape, t.stride(), t.device) for t in self._tensors()]
         own = (self.formats, self.dtype, self.alternate, self.shape, self.stride(), self.requires_grad)
         return hashlib.blake2b(repr((own, tensors)).encode(), digest_size=16).hexdigest()

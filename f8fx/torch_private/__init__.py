@@ -1,6 +1,6 @@
 """Every private PyTorch interface f8fx uses, in one place.
 
-Checked on torch 2.11, 2.13 and 2.15. Each entry says what it is used for, so that a reader of a
+Checked on torch 2.11 to 2.15. Each entry says what it is used for, so that a reader of a
 newer torch knows what to look for when one has moved. Nothing outside this package imports a name
 with a leading underscore from torch, or a module under ``torch._inductor``, ``torch._functorch``,
 ``torch._dynamo`` or ``torch._subclasses``.

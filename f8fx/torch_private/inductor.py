@@ -122,7 +122,7 @@ def inductor_cache_hits() -> int:
 
 
 def as_strided_keeps_offsets() -> bool:
-    """Whether Inductor's ``as_strided`` of a view begins where the view does; torch 2.11's begins at its buffer."""
+    """Whether Inductor's ``as_strided`` of a view begins where the view does; those of torch 2.11 and 2.12 begin at its buffer."""
     return release() >= (2, 13)
 
 

