@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from . import ahead, canary, executor, halves, inference_inputs, kernel_forms
+from .batches import dependence
 from .cache import CacheKey, devices_of, load_report, load_weights, store_report, store_weights
 from .compiler import CompileFx, Compiler
 from .graph_pass import GraphPass, PassError
@@ -119,7 +120,7 @@ def compile_graph(
         if spare is None or options.strict or not _may_fall_back(error, graph_pass):
             raise
         return unchanged(_fall_back(error, graph_pass, options, lambda: compiler(spare, example_inputs)))
-    _publish(graph_pass, options)
+    _publish(graph_pass, options, config)
     return finished(inference_inputs.savable(compiled, example_inputs), reads)
 
 
@@ -295,7 +296,7 @@ def _without_passes(options: Options, plain: Callable[[], Any]) -> Callable[...,
     return compiled
 
 
-def _publish(graph_pass: GraphPass, options: Options) -> None:
+def _publish(graph_pass: GraphPass, options: Options, config: Mapping[str, Any]) -> None:
     """Logs what was decided; on a cache hit, what was decided when the graph was built."""
     reports = GraphReport.merged(graph_pass.reports or graph_pass.met_again)
     if reports:
@@ -310,6 +311,8 @@ def _publish(graph_pass: GraphPass, options: Options) -> None:
             'f8fx: weights="cached" keeps nothing for a graph: no matmul that it converts reads a plain nn.Parameter that '
             "is an input of the graph, and what else it reads is quantized in every call"
         )
+    if any(report.converted for report in reports) and (depends := dependence(options, config)):
+        _warn_once(depends)
     for report in reports:
         publish(report)
         if options.verbose:
