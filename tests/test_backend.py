@@ -127,7 +127,7 @@ def test_a_graph_with_rewritten_nodes_is_left_and_reported():
         again(graph)
         assert describe(graph) == before and not again.reports
         with recording() as reports:
-            _publish(again, options)
+            _publish(again, options, {})
         texts.extend(report.line() for report in reports)
 
     joint_graphs(Net(), randn(16, 32), transform=inlined)
