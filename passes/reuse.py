@@ -9,13 +9,14 @@ Which casts a graph wants is known only to the passes. So they run twice: first 
 further inputs, where this pass only notes what it could have replaced (:attr:`Reuse.seen`), then on
 the one with them. Where layers were merged, what is cast is parameters side by side, and so are the copies.
 
-Graph inputs are told apart by position. AOTAutograd keeps their order, but may add some (effect
-tokens) or join some (duplicates): where a graph has not exactly the inputs it should have, nothing
-is replaced, and the weights are cast in the graph, as always.
+Graph inputs are told apart by their position in Dynamo's graph, which AOTAutograd notes: it adds some (effect tokens),
+gives several for one (those of a tensor subclass) or one for several (views of one tensor that is written to). A weight that is not an
+input as it came is cast in the graph, as always.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -148,13 +149,13 @@ class Reuse:
     taken: set[int] = field(default_factory=set)
 
     def __call__(self, graph: fx.Graph) -> None:
-        placeholders = _own_inputs(graph)
-        parameters = self._parameters(placeholders)
+        inputs = _by_position(graph)
+        parameters = self._parameters(inputs)
         given: dict[tuple[Place, ScaleFormat | CastFormat], fx.Node] = {}
-        rest = iter(placeholders[self.inputs.own :])
+        rest = itertools.count(self.inputs.own)
         for copies in self.inputs.copies if parameters else ():
             for wanted in copies.formats:
-                given[copies.place, wanted] = next(rest)
+                given[copies.place, wanted] = inputs[next(rest)]
         for node in list(graph.nodes):
             if node.target is not ops.quantize or "f8fx" not in node.meta:
                 continue
@@ -178,12 +179,12 @@ class Reuse:
         """The parameters of a graph whose casts cost it nothing."""
         if training and not self.inputs.last:
             return set()
-        return set(self._parameters(_own_inputs(graph)))
+        return set(self._parameters(_by_position(graph)))
 
-    def _parameters(self, placeholders: Sequence[fx.Node]) -> Mapping[fx.Node, int]:
-        if [input_position(node) for node in placeholders] != list(range(self.inputs.total)):
+    def _parameters(self, inputs: Mapping[int, fx.Node]) -> Mapping[fx.Node, int]:
+        if not inputs.keys() >= set(range(self.inputs.own, self.inputs.total)):
             return {}  # the graph of a branch or loop, say
-        nodes = {placeholders[weight.position]: weight for weight in self.inputs.weights}
+        nodes = {inputs[w.position]: w for w in self.inputs.weights if w.position in inputs}
         for node, weight in nodes.items():
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor) or value.dtype != weight.dtype:
@@ -208,9 +209,15 @@ def _place(source: fx.Node, parameters: Mapping[fx.Node, int]) -> Place | None:
     return Place(tuple(positions), dim)  # type: ignore[arg-type]
 
 
-def _own_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of the forward."""
-    return [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+def _by_position(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The inputs of the forward that are an input of the Dynamo graph as it came, not a part of a tensor subclass."""
+    found: dict[int | None, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if not is_tangent(node):
+            found.setdefault(input_position(node), []).append(node)
+    return {
+        position: nodes[0] for position, nodes in found.items() if position is not None and len(nodes) == 1
+    }
 
 
 def _format_of(quantize: fx.Node) -> CastFormat | None:

@@ -10,7 +10,7 @@ recompilations and CUDA graphs need to know nothing about them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,12 +62,12 @@ def should_keep_some(example_inputs: Sequence[Any]) -> bool:
     return not any(isinstance(value, nn.Parameter) and refusal(value) for value in tensors)
 
 
-def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors, and those that a subclass consists of."""
+def _parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors, and those that a subclass consists of, among other things (a DTensor also of its mesh)."""
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
-            yield from _parts([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
-        else:
+            yield from _parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        elif isinstance(tensor, torch.Tensor):
             yield tensor
 
 

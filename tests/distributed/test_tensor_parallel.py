@@ -256,6 +256,31 @@ def check_rowwise_in_inference():
     assert [gather.moved for gather in reports[0].gathers] == [True, True]
 
 
+class WithHead(Net):
+    """Whose head is not parallel: a plain parameter beside DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 96, bias=False, dtype=bf16)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+def check_weights_beside_those_that_are_parallel():
+    """They are kept in float8, and what is parallel is quantized in every call; with the bits of quantizing all."""
+    model, x = parallel(WithHead(), tp_mesh()), randn(2, 16, 64, grad=False, seed=dist.get_rank())
+    cached, dynamic = (compiled(model, weights=weights) for weights in ("cached", "dynamic"))
+    with torch.no_grad():
+        with recording() as reports:
+            cached(x)
+        assert [report.reused_weights for report in reports] == [1], reports
+        for factor in (1, 2):
+            model.head.weight.mul_(factor)
+            model.layers[0].down.weight.mul_(factor)
+            assert torch.equal(cached(x), dynamic(x))
+
+
 def check_rowwise_training_stays():
     """Rows in the forward, columns in the backward: two float8 copies are as many bytes as bf16."""
     with recording() as reports:
