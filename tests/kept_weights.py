@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8fx
+from f8fx.backend import compile_graph
 from f8fx.weights import watch as weight_watch
 from tests.helpers import bf16, compiled, randn
 
@@ -44,9 +45,9 @@ def x16(k=32, seed=9):
     return randn(16, k, grad=False, seed=seed)
 
 
-def infer(model, x):
+def infer(model, *args):
     with torch.no_grad():
-        return model(x)
+        return model(*args)
 
 
 def uncached(model, x, **options):
@@ -71,3 +72,29 @@ def uncached_rows(model, x):
 def in_place(model: Net) -> None:
     with torch.no_grad():
         model.first.weight.add_(1)
+
+
+def inputs_of_inductor(function, *args):
+    """The shapes of the inputs of an inference graph as it is generated, and whether each is said to keep its address."""
+    seen = []
+
+    def compile_fx(gm, inputs, **kwargs):
+        from torch._inductor.compile_fx import compile_fx as original
+
+        def inner(graph, examples, **more):
+            static = set(more["static_input_idxs"])
+            seen.extend((tuple(value.shape), index in static) for index, value in enumerate(examples))
+            return graph.forward
+
+        return original(gm, inputs, inner_compile=inner, **kwargs)
+
+    options = f8fx.Options.parse({"select": "all", "weights": "cached", "strict": True})
+
+    def backend(gm, inputs):
+        compile_graph(gm, inputs, options, compile_fx=compile_fx)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):  # a hit would not come here
+        infer(torch.compile(function, backend=backend), *args)
+    return seen

@@ -12,9 +12,8 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import f8fx
 from f8fx import recording
-from f8fx.backend import compile_graph
 from tests.helpers import bf16, compiled, randn
-from tests.kept_weights import Net, _no_leftovers, infer, uncached, x16  # noqa: F401
+from tests.kept_weights import Net, _no_leftovers, infer, inputs_of_inductor, uncached, x16  # noqa: F401
 
 
 class WithHead(Net):
@@ -141,34 +140,12 @@ def test_a_position_is_that_of_the_graph_of_dynamo():
 
 def test_inductor_is_told_which_inputs_keep_their_address():
     """By the place that they have when a subclass has been taken apart; CUDA graphs copy the others."""
-    seen = []
-
-    def compile_fx(gm, inputs, **kwargs):
-        from torch._inductor.compile_fx import compile_fx as original
-
-        def inner(graph, examples, **more):
-            static = set(more["static_input_idxs"])
-            seen.extend((tuple(value.shape), index in static) for index, value in enumerate(examples))
-            return graph.forward
-
-        return original(gm, inputs, inner_compile=inner, **kwargs)
-
-    options = f8fx.Options.parse({"select": "all", "weights": "cached", "strict": True})
-
-    def backend(gm, inputs):
-        compile_graph(gm, inputs, options, compile_fx=compile_fx)
-        return gm.forward
 
     def f(scaled, x, weight):
         return F.linear(x, weight) + F.linear(x, scaled)
 
     head = nn.Linear(32, 48, bias=False, dtype=bf16)
     quantize_(head, Int8WeightOnlyConfig(set_inductor_config=False))
-    with (
-        torch.no_grad(),
-        torch._inductor.config.patch(force_disable_caches=True),
-    ):  # a hit would not come here
-        torch.compile(f, backend=backend)(head.weight, x16(), nn.Parameter(randn(48, 32, grad=False)))
-    *own, scale, data = seen
+    *own, scale, data = inputs_of_inductor(f, head.weight, x16(), nn.Parameter(randn(48, 32, grad=False)))
     assert ((16, 32), False) in own and len(own) > 4, "the subclass is several"
     assert (scale, data) == (((), True), ((48, 32), True))
