@@ -23,12 +23,11 @@ REASONS = {
 }
 
 
-def warned_of(x, **options):
-    """Which of the matters compiling with these options warns of."""
-    torch._dynamo.reset()
+def warned_of(x, model=None, **options):
+    """Which of the matters compiling a block, or the model, with these options warns of."""
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
-        compiled(Block().to(bf16), **options)(x)
+        compiled(model or Block().to(bf16), **options)(x)
     (*_, text) = "", *(str(each.message) for each in caught if "batch_invariant" in str(each.message))
     return {name for name, words in REASONS.items() if words in text}
 
@@ -58,16 +57,10 @@ def test_what_depends_on_the_batch_is_warned_of(options, expected):
 
 @needs_the_option
 def test_a_decision_by_size_is_warned_of_and_none_where_nothing_is_converted():
-    x = randn(8192, 2048)
-    block = Block(2048, 4096, bias=False).to(bf16)
-    with torch._inductor.config.patch(batch_invariant=True):
-        for rows, expected in ((8192, {"auto"}), (16, set())):
-            options = {"recipe": "rowwise", "select": "auto", "target": "h100"}
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                compiled(block, **options)(x[:rows])
-            texts = "".join(str(each.message) for each in caught)
-            assert {name for name, words in REASONS.items() if words in texts} == expected
+    x, wide = randn(4096, 1024), torch.nn.Linear(1024, 4096, bias=False, dtype=bf16)
+    options = {"recipe": "rowwise", "select": "auto", "target": "h100", "inductor": {"batch_invariant": True}}
+    assert warned_of(x[:16], wide, **options) == set()
+    assert warned_of(x, wide, **options) == {"auto"}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", EXACT])

@@ -288,7 +288,7 @@ RECIPES = st.sampled_from([*PRESETS.values(), Recipe(output=GemmSpec(), grad_inp
 
 
 @given(m=SIZES, k=SIZES, n=SIZES, recipe=RECIPES, roles=st.sampled_from([ROLES, ("output",)]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_expression_is_what_layer_evaluates(
     m: int, k: int, n: int, recipe: Recipe, roles: tuple[Role, ...]
 ) -> None:

@@ -379,7 +379,8 @@ class Stacked(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.long), "rowwise"])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_scales_that_lie_inside_of_others(recipe, tmp_path):
     with torch.no_grad():
         found = halves(Stacked(), torch.randn(48, 64, dtype=bf16), precise=True, recipe=recipe)
@@ -387,6 +388,7 @@ def test_scales_that_lie_inside_of_others(recipe, tmp_path):
     assert_computed(found, tmp_path)
 
 
+@pytest.mark.long
 def test_a_power_of_a_number_is_as_large_as_the_exponent(tmp_path):
     """The number is a block of one element; what the library gives is multiplied by a result for each row."""
     x = torch.randn(64, 48)

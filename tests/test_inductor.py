@@ -200,6 +200,7 @@ def test_nested_compile_region_under_debug():
     assert len(reports) == 1 and reports[0].converted > 0 and x.grad is not None
 
 
+@pytest.mark.long
 def test_a_nested_region_that_is_left_is_counted_once():
     """Its halves hold nothing of ours that would tell that they were seen."""
     layer, last = nn.Linear(64, 64, bias=False, dtype=bf16), nn.Linear(64, 32, bias=False, dtype=bf16)
@@ -318,20 +319,9 @@ def assigned(state, x):
     state[8:24] = x * 9
 
 
-@pytest.mark.parametrize(
-    ("write", "recipe"),
-    [
-        pytest.param(assigned, "rowwise", id="assigned"),
-        *(
-            pytest.param(write, recipe, marks=pytest.mark.long, id=f"{name}-{recipe}")
-            for write, recipe, name in (
-                (overwrite, "rowwise", "operator"),
-                (overwrite, "tensorwise", "operator"),
-                (assigned, "tensorwise", "assigned"),
-            )
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("write", [overwrite, assigned])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_a_merged_weight_that_is_overwritten_later(write, recipe):
     """Parts of the joined weight are read where they lie, but as they were."""
     x, results = randn(16, 32, grad=False), []

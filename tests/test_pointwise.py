@@ -151,7 +151,7 @@ FUNCTIONS = {
 
 
 #: Kernels that differ from others' by a few statements of the same words; and functions without a gate that stand for all.
-ALIKE = {"gelu, tanh", "relu", "leaky relu", "tanh", "sigmoid", "softcap", "hard swish"}
+ALIKE = {"gelu, tanh", "mish", "clamped", "relu", "leaky relu", "tanh", "sigmoid", "softcap", "hard swish"}
 WITHOUT_GATE = {"gelu"}
 
 

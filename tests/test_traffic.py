@@ -67,11 +67,9 @@ def test_a_llama_block_of_8192_tokens(case):
     assert published().get(case, figures) == figures
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="what is fused is a release's own")
-@pytest.mark.parametrize(
-    "recipe",
-    ["rowwise", *(pytest.param(recipe, marks=pytest.mark.long) for recipe in PRESETS if recipe != "rowwise")],
-)
+@pytest.mark.parametrize("recipe", PRESETS)
 def test_a_llama_block_of_sequences_of_any_length(recipe):
     """What README says of it, and no more saved than of one length."""
     case = traffic.Case(recipe)

@@ -39,7 +39,9 @@ def kept_in(run):
     return [report.reused_weights for report in reports]
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "executor", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_beside_a_tensor_subclass(casts, executor):
     model, x = WithHead(), x16()
     f8 = compiled(model, weights="cached", executor=executor)

@@ -191,10 +191,9 @@ def _reads_it_in_the_backward_too(what: str, *args: Any, but: str = "", **kwargs
 def checkpointing_reads_the_forwards_copy_again() -> None:
     """In a compiled graph, which is found when it is split, and around one, which is seen when it runs."""
     _reads_it_in_the_backward_too("in a graph", by_f8fx, Checkpointed, but="down")
-    _reads_it_in_the_backward_too("around one", by_f8fx, Checkpointed, inside=True)
-    for reentrant in with_long((), True):
+    for reentrant in with_long((), False, True):
         wrap = functools.partial(Checkpointed, reentrant=reentrant)
-        _reads_it_in_the_backward_too("reentrant", by_f8fx, wrap, inside=True)
+        _reads_it_in_the_backward_too(f"around one, {reentrant=}", by_f8fx, wrap, inside=True)
 
 
 def what_f8fx_did_not_compile_may_read_it_again() -> None:

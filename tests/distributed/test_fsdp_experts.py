@@ -128,7 +128,7 @@ def steps(
 
 
 def each_half_gathers_its_copy() -> None:
-    for case in ({}, {"turned": True, "recipe": "rowwise_with_gw_hp"}):
+    for case in with_long(({},), {"turned": True, "recipe": "rowwise_with_gw_hp"}):
         (whole_step, *_), wanted = steps(None, **case)
         sent, found = steps("auto", **case)
         assert_same(wanted, found, str(case))
@@ -200,8 +200,7 @@ def test_fsdp_experts() -> None:
         [
             each_half_gathers_its_copy,
             layouts_that_are_not_said,
-            rows_that_arrive,
-            *with_long((), other_shards),
+            *with_long((), rows_that_arrive, other_shards),
         ],
     )
 

@@ -111,15 +111,15 @@ def test_two_ranks():
     run_checks(
         2,
         [
-            partial(same_code_same_bits, "rowwise"),
+            partial(same_code_same_bits, "tensorwise"),
             shards_do_not_run_code_that_was_compiled_for_plain_ones,
         ],
     )
 
 
 @pytest.mark.long
-def test_tensorwise():
-    run_checks(2, [partial(same_code_same_bits, "tensorwise")])
+def test_rowwise():
+    run_checks(2, [partial(same_code_same_bits, "rowwise")])
 
 
 @pytest.mark.long

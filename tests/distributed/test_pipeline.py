@@ -94,6 +94,7 @@ def test_two_ranks():
     run_checks(2, [two_stages_a_rank, *with_long((), one_stage_a_rank)])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(release() < (2, 13), reason="this torch splits no backward of compiled code")
 def test_a_backward_in_two_parts():
     run_checks(2, [zero_bubble])

@@ -463,7 +463,7 @@ def uneven_over_two_dimensions():
         assert all(map(torch.equal, *results)), (recipe, shape)
 
 
-FOUR = with_long((hybrid, uneven_over_two_dimensions), rows_over_four)
+FOUR = with_long((uneven_over_two_dimensions,), hybrid, rows_over_four)
 outcome_of_four = outcome_fixture(4, FOUR)
 
 

@@ -346,6 +346,7 @@ def _handed_in(collective):
 CHECKS = checks_of(
     dict(globals()),
     check_batches_of_any_size,
+    check_one_long_sequence,
     check_one_rank_compiles_for_any_size,
     check_prepare_module_input,
     check_rowwise_in_inference,

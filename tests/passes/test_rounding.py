@@ -232,6 +232,7 @@ def test_as_inductor_runs_it(recipe):
     assert all(arg.grad.isfinite().all() for arg in args)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_equal_to_its_mean_as_inductor_runs_it():
     """Rows of one number each: what rounding left of the difference would be divided by next to nothing."""
