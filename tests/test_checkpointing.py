@@ -193,7 +193,7 @@ def test_no_half_makes_a_layout_that_it_does_not_read():
     [
         ("full", "lean"),
         pytest.param("full", "fast", marks=pytest.mark.long),
-        ("selective", "lean"),
+        pytest.param("selective", "lean", marks=pytest.mark.long),
         pytest.param("selective", "fast", marks=pytest.mark.long),
     ],
 )

@@ -300,7 +300,9 @@ def test_padding_is_generated_too():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("module, layers", [(GateUp, 2), (QueryKeyValue, 3)])
+@pytest.mark.parametrize(
+    "module, layers", [(GateUp, 2), pytest.param(QueryKeyValue, 3, marks=pytest.mark.long)]
+)
 def test_merged_layers_read_each_weight_once_per_cast_and_fill_one_buffer(module, layers, recipe):
     graphs, _ = traced(module, (64, 4096), recipe=recipe)
     forward, backward = lowered(graphs)

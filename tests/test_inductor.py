@@ -236,7 +236,7 @@ def test_relayout_through_code_generation_keeps_every_byte():
             assert want.stride() == got.stride()
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_amaxes_of_parts_below_each_other_and_side_by_side(dim):
     """Of several sizes; rows of parts that stand side by side have an amax in common, others do not."""
     from f8fx import lowerings, ops

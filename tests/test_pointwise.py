@@ -151,7 +151,18 @@ FUNCTIONS = {
 
 
 #: Kernels that differ from others' by a few statements of the same words; and functions without a gate that stand for all.
-ALIKE = {"gelu, tanh", "mish", "clamped", "relu", "leaky relu", "tanh", "sigmoid", "softcap", "hard swish"}
+ALIKE = {
+    "gelu, tanh",
+    "relu squared",
+    "mish",
+    "clamped",
+    "relu",
+    "leaky relu",
+    "tanh",
+    "sigmoid",
+    "softcap",
+    "hard swish",
+}
 WITHOUT_GATE = {"gelu"}
 
 
@@ -254,7 +265,7 @@ class Repeated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("module", [Kept, Repeated])
+@pytest.mark.parametrize("module", [pytest.param(Kept, marks=pytest.mark.long), Repeated])
 def test_inputs_that_inductor_writes_to_buffers(module):
     """Their strides are settled before they are written into the kernel."""
     _, backward = generated(module, (ROWS, COLUMNS), recipe="rowwise")

@@ -52,7 +52,10 @@ def first(rows, of=64):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.long)],
+    [
+        "tensorwise",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("rowwise", "rowwise_with_gw_hp")),
+    ],
 )
 def test_results_are_those_of_as_many_rows(recipe):
     """To the bit, but for where rowwise scales are applied."""

@@ -172,7 +172,7 @@ def test_no_type_of_f8fx_is_in_the_model(name: str):
             pytest.param(name, "tensorwise", marks=() if name == "llama" else pytest.mark.long)
             for name in CASES
         ),
-        ("llama", "rowwise"),
+        pytest.param("llama", "rowwise", marks=pytest.mark.long),
     ],
 )
 def test_merged_gemms_beside_bf16(name: str, recipe: str, monkeypatch):

@@ -275,7 +275,7 @@ def test_a_weight_that_is_computed_in_a_branch_is_a_weight():
     assert sum(report.converted for report in reports) == 2
 
 
-@pytest.mark.parametrize("how", ["matrix_exp", "cayley", "householder"])
+@pytest.mark.parametrize("how", ["matrix_exp", "cayley", pytest.param("householder", marks=pytest.mark.long)])
 def test_a_weight_that_is_computed_with_constants_is_a_weight(how):
     """The triangle of ``tril`` and the identity are computed from nothing."""
     layer = nn.Linear(32, 32, bias=False)  # the decompositions want float32

@@ -208,7 +208,7 @@ return [mul]""",
         )
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
 def test_a_block_has_twelve_gemms_instead_of_twenty_one(recipe):
     model = Decoder(DecoderConfig(dim=128, layers=1, heads=4, kv_heads=2, ffn_dim=256)).to(bf16)
     tokens = torch.zeros(2, 32, dtype=torch.long)
