@@ -352,6 +352,7 @@ def assert_as_compiled(run: Callable[[Tensor], Tensor], model: nn.Module, **opti
 
 
 @compiles_float8
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_package_whose_weights_are_cast_when_they_are_loaded(tmp_path: Path):
     path, model = tmp_path / "model.pt2", block()

@@ -63,8 +63,8 @@ def test_without_a_gpu_it_says_so_and_ends_well(benchmark: Any, monkeypatch, cap
         (ceilings, []),
         (kernel_times, []),
         (kernels, []),
-        (ablations, ["--only", "merge"]),
-        (train_1b, ["--only", "f8fx tensorwise"]),
+        pytest.param(ablations, ["--only", "merge"], marks=pytest.mark.long),
+        pytest.param(train_1b, ["--only", "f8fx tensorwise"], marks=pytest.mark.long),
     ],
     ids=lambda value: getattr(value, "NAME", ""),
 )

@@ -176,7 +176,7 @@ def test_code_for_hopper_is_generated_for_every_recipe(recipe):
     [
         (NormLinearSigmoid, "tensorwise"),
         pytest.param(GateUp, "rowwise_with_gw_hp", marks=pytest.mark.long),
-        (GateUp, "rowwise"),
+        pytest.param(GateUp, "rowwise", marks=pytest.mark.long),
         pytest.param(QueryKeyValue, "rowwise", marks=pytest.mark.long),
     ],
 )

@@ -99,7 +99,8 @@ def test_merged_gemms(recipe, save):
         assert sqnr(want, generated[name]) > 25, name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_generated_code_agrees_with_eager(recipe):
     """Odd sizes, so that padding, slicing and ragged contraction go through code generation too.
 
@@ -261,7 +262,7 @@ def test_amaxes_of_parts_below_each_other_and_side_by_side(dim):
         (True, "option"),
         pytest.param(True, "config", marks=pytest.mark.long),
         pytest.param(False, "option", marks=pytest.mark.long),
-        (False, "config"),
+        pytest.param(False, "config", marks=pytest.mark.long),
     ],
 )
 def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted, by):

@@ -509,7 +509,6 @@ def test_two_ranks():
             without_resharding_one_gather_serves_both,
             checkpointing_reads_the_forwards_copy_again,
             read_again_only_later,
-            gathers_that_begin_early_or_late,
             ranks_that_read_different_weights,
             kept_across_a_step,
             kept_for_good,
@@ -517,6 +516,7 @@ def test_two_ranks():
             models_that_are_not_called_themselves,
             *with_long(
                 (),
+                gathers_that_begin_early_or_late,
                 what_f8fx_did_not_compile_may_read_it_again,
                 a_budget_of_memory_may_read_it_again,
                 saved_tensors_that_are_copied,

@@ -90,6 +90,7 @@ def zero_bubble():
     has_the_gradients_of_one_process(ScheduleInterleavedZeroBubble, 4, in_place)
 
 
+@pytest.mark.long
 def test_two_ranks():
     run_checks(2, [two_stages_a_rank, *with_long((), one_stage_a_rank)])
 

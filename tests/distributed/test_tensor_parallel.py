@@ -512,10 +512,8 @@ def check_fsdp2_weights_and_sequence_parallel_activations():
 
 
 MESH_CHECKS = with_long(
-    [
-        check_fsdp2_weights_and_sequence_parallel_activations,
-        check_weights_over_one_dimension_and_activations_over_the_other,
-    ],
+    [check_weights_over_one_dimension_and_activations_over_the_other],
+    check_fsdp2_weights_and_sequence_parallel_activations,
     check_sequence_parallel_over_four,
     check_strided_shards,
     check_weights_over_both_dimensions,

@@ -21,7 +21,7 @@ from tests.helpers import bf16, compiled, joint_graphs, randn
 
 aten = torch.ops.aten
 
-LAYERS = (8, 32)
+LAYERS = (6, 24)
 
 
 @pytest.fixture(scope="module")

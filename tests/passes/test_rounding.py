@@ -214,8 +214,9 @@ def test_an_operand_that_only_matmuls_read_is_not_rounded():
     assert not rounded(f, randn(M, K, grad=False), *weights(N, N, k=K), merge="never")
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_as_inductor_runs_it(recipe):
     """A bias, an operand and both gradients: NaN, and no element that is the largest, without rounding."""
 
