@@ -150,7 +150,7 @@ FUNCTIONS = {
 }
 
 
-#: Kernels that differ from others' by a few statements of the same words; and functions without a gate that stand for all.
+#: Functions that silu and gelu stand for, which are usual; and those that stand for all where there is no gate.
 ALIKE = {
     "gelu, tanh",
     "relu squared",
