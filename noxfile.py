@@ -22,7 +22,7 @@ TORCH = {
 def tests(session: nox.Session, torch: str) -> None:
     """pytest on one torch release."""
     session.install(TORCH[torch], "-e", ".[test]")
-    session.run("pytest", "-n", "auto", "--long", *session.posargs)
+    session.run("pytest", "-n", "auto", "--dist", "loadfile", "--long", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

@@ -242,7 +242,7 @@ def _graph_pass(
 
 def _pipeline(options: Options, weights: WeightInputs | None = None, constants: bool = False) -> Pipeline:
     watch = None
-    if options.debug:
+    if options.debug and log.isEnabledFor(logging.DEBUG):
 
         def watch(name: str, text: str) -> None:
             log.debug("after %s:\n%s", name, text)

@@ -32,6 +32,7 @@ from f8fx.torch_private import (
     joint_custom_pre_pass,
 )
 from tests.helpers import bf16, compiled, joint_graphs, randn, sqnr
+from tests.long import seldom
 
 
 class Net(nn.Module):
@@ -318,7 +319,7 @@ class Nested(nn.Module):
         return self.last(self.block(self.block(x)))
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["eager", *seldom("inductor")])
 def test_a_fallback_keeps_no_region_that_was_rewritten(monkeypatch, executor):
     """The failure comes after the body of the region was rewritten; another trace would be handed that."""
     passes, calls = Pipeline.__call__, []
@@ -510,6 +511,7 @@ def test_installed_is_a_block_and_nests():
     assert compile_fx_module().compile_fx is original
 
 
+@pytest.mark.long
 def test_models_of_one_class_before_in_and_after_blocks():
     """Dynamo keeps graphs for code: that of another time is not taken for theirs."""
     torch._dynamo.reset()
@@ -682,8 +684,9 @@ def test_a_filter_function_that_raises_in_a_later_graph_does_too():
         compiled(f, strict=False, filter_fn=broken)(randn(32, 64))
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_a_failure_in_the_backward_alone_falls_back_as_well(monkeypatch, uncached, dynamic):
     """AOTAutograd would compile a dynamic backward when it first runs, too late to fall back."""
     from f8fx import lowerings, ops

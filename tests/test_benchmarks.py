@@ -284,6 +284,7 @@ def test_interleaved_timing_calls_every_step_equally_often():
 # -- synthetic graphs -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_copies_of_a_block_are_what_two_traced_blocks_are():
     def decisions(graph: torch.fx.Graph) -> list[tuple[Any, ...]]:
         options = Options.parse({"select": "all"})

@@ -294,6 +294,7 @@ def test_a_generated_kernel_named_after_attention_is_no_attention():
 # -- training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, one_thread, capsys):
     torch.set_num_threads(1)
     corpus = data.load(max_bytes=1 << 14)

@@ -23,6 +23,7 @@ from f8fx.records import store_json
 from f8fx.report import GraphReport
 from f8fx.torch_private import CustomGraphPass
 from tests.helpers import bf16, randn
+from tests.long import with_long
 from tests.processes import printed_by
 
 pytestmark = pytest.mark.slow
@@ -137,7 +138,7 @@ def test_others_may_read_a_record(tmp_path):
 
 
 def test_other_options_never_get_that_graph(cache, cold):
-    for options in ({"recipe": "rowwise"}, {"filter_fqns": ["layer"]}):
+    for options in with_long(({"recipe": "rowwise"},), {"filter_fqns": ["layer"]}):
         other = child(cache, **options)
         assert other["passes"] == 1 and other["aot_hits"] == 0, options
         if "recipe" in options:
@@ -151,6 +152,7 @@ def test_names_are_part_of_the_key_where_a_filter_reads_them(cache):
     assert body["converted"] == [3] and body["aot_hits"] == 0
 
 
+@pytest.mark.long
 def test_a_report_from_a_cache_names_the_modules_of_its_own_model(cache):
     """Two models of equal graphs, their weights among the inputs, and no filter."""
     names = {name: child(cache, name)["names"] for name in ("mine", "yours")}
@@ -492,6 +494,7 @@ with torch.no_grad(), f8fx.recording() as reports:
 """
 
 
+@pytest.mark.long
 def test_a_package_of_dynamo_never_runs_with_other_options(tmp_path):
     """They are found by the function alone (``torch._dynamo.config.caching_precompile``)."""
 

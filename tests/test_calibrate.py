@@ -83,7 +83,12 @@ def test_the_sweeps_formula_is_the_cost_models_own():
 
 
 @pytest.mark.parametrize(
-    "gpu, cuda, rescales", [("h100", "12.8", True), ("h100", "13.0", None), ("b200", "13.0", False)]
+    "gpu, cuda, rescales",
+    [
+        pytest.param("h100", "12.8", True, marks=pytest.mark.long),
+        ("h100", "13.0", None),
+        ("b200", "13.0", False),
+    ],
 )
 def test_predictions_of_the_model_as_it_is_are_what_the_passes_ask(gpu, cuda, rescales):
     hw, recipe = hardware.find(gpu), Recipe.named("rowwise")
@@ -139,6 +144,7 @@ def _files(folder: Any) -> list[str]:
     return paths
 
 
+@pytest.mark.long
 def test_the_command_states_errors_verdicts_and_what_to_write(tmp_path, capsys):
     _files(tmp_path)
     assert calibrate.main(["--results-folder", str(tmp_path)]) == 0

@@ -17,6 +17,7 @@ from f8fx import ops
 from f8fx.tuning import tuning
 from tests.helpers import bf16
 from tests.kernels.test_compile import Case
+from tests.long import seldom
 
 pytest.importorskip("triton")
 codegen = pytest.importorskip("benchmarks.codegen")
@@ -331,7 +332,7 @@ def test_merged_layers_read_each_weight_once_per_cast_and_fill_one_buffer(module
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.parametrize("module", [GateUp, QueryKeyValue])
+@pytest.mark.parametrize("module", [GateUp, *seldom(QueryKeyValue)])
 def test_fast_saves_the_transposed_weights_more(module, recipe):
     """One byte an element, and only where that spares a read: of weights whose two copies have one scale."""
     lean, fast = (traced(module, (64, 4096), recipe=recipe, save=save)[1] for save in ("lean", "fast"))
@@ -371,6 +372,7 @@ def test_a_weight_that_is_float8_is_read_by_its_gemm_alone():
         assert not any(names[shape] in arguments.split(", ") for _, arguments in kernels)
 
 
+@pytest.mark.long
 def test_a_graph_in_which_nothing_was_converted_is_compiled_as_by_plain_inductor():
     plain = generated(Matmuls, (512, 256), float8=False)
     skipped = generated(Matmuls, (512, 256), only_fqns=["none"])
@@ -688,7 +690,7 @@ class BiasedAttention(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.long)])
-@pytest.mark.parametrize("widths", [(6144,), (2048, 2048, 2048)], ids=["one", "merged"])
+@pytest.mark.parametrize("widths", [*seldom((6144,)), (2048, 2048, 2048)], ids=["one", "merged"])
 def test_a_bias_that_the_gemm_adds_is_no_kernel(widths, recipe):
     """What is projected, 6144 numbers a token, is neither read nor written again."""
     build, shape = partial(BiasedAttention, widths), (1, 8192, 4096)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers import bf16
+from tests.long import seldom
 
 pytest.importorskip("triton")
 blocks = pytest.importorskip("benchmarks.blocks")
@@ -171,7 +172,7 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead", [3, *seldom(1)])
 def test_casts_of_weights_in_generated_code(ahead, monkeypatch):
     """Of a model of many layers, each launch takes those of the next, not of all."""
     monkeypatch.setattr(combining, "AHEAD", ahead * 512 * 512)

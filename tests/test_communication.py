@@ -282,6 +282,7 @@ def test_without_a_world_there_is_no_wire():
     assert "wire" not in e.to_html()
 
 
+@pytest.mark.long
 def test_a_page_of_a_world_in_which_nothing_is_sent():
     model, args = tiny()
     e = f8fx.explain(model, *args, world=1)
@@ -304,6 +305,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]):
     assert "world must be like 8, 8x4" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_mesh_on_the_command_line(capsys: pytest.CaptureFixture[str]):
     spec = "tests.test_communication:tiny"
     for mesh in (["--mesh", "tp=4,fsdp=8"], ["--world", "32", "--mesh", "fsdp=8,tp=4"]):
@@ -396,6 +398,7 @@ def test_meshes_on_paper_leave_nothing_behind():
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_worlds_are_explained_one_after_the_other():
     """The groups of one have other names and sizes than those of the next."""
     model, inputs = feed_forward()

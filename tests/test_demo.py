@@ -509,6 +509,7 @@ def test_paths_are_printed_as_they_are(corpus: data.Corpus):
     assert "from /[old]/[/x];" in shown.getvalue() and "a GPU [b]" in shown.getvalue()
 
 
+@pytest.mark.long
 def test_the_whole_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """With no code generation: same graphs and passes, seconds instead of a minute. Rowwise: on two ranks."""
     command = ["demo", "--smoke", "--device=cpu", "--executor=eager", "--json", "--recipe=tensorwise"]

@@ -110,7 +110,14 @@ def test_dynamic_sequence_and_batch():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("k", "n"), [(30, 48), (32, 50), (7, 3), (16, 1), (1, 16)])
+@pytest.mark.parametrize(
+    ("k", "n"),
+    [
+        (30, 48),
+        (32, 50),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((7, 3), (16, 1), (1, 16))),
+    ],
+)
 def test_padding_is_exact(recipe, k, n):
     """Zeros change no amax and add nothing: the padded gemm is the gemm of the padded operands."""
     model = linear(k, n)

@@ -13,6 +13,7 @@ from f8fx.kernels import cast
 from f8fx.recipe import EPS
 from f8fx.torch_private import supports_rowwise_scaled_mm
 from tests.helpers import bf16, compiled, randn, sqnr
+from tests.long import seldom
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -52,7 +53,7 @@ def test_nan_and_inf_reach_the_output(recipe, bad):
 
 
 @pytest.mark.parametrize("weights", ["dynamic", "cached"])
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["rowwise", *seldom("rowwise_with_gw_hp")])
 def test_a_row_scaled_by_itself_does_not_depend_on_the_others(recipe, weights):
     """What else is in a batch, padding say, is seen by one scale for all rows, in the forward and in the input's gradient."""
     k, n = 20, 36  # padded
@@ -214,7 +215,7 @@ def bits(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.tensor(torch.nan, dtype=x.dtype), x).view(torch.int16)
 
 
-@pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [bf16, *seldom(torch.float16)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_bits_of_torchao(recipe, dtype):
     """Every edge in turn in the input, in the weight and in the incoming gradient, of layers in one graph."""

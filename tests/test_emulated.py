@@ -137,10 +137,11 @@ MORE = {
         "as users run it": AS_USERS_RUN_IT,
     },
     "rowwise": {
-        "a decoder's block": (decoder_block, (2, 13, 64), {}, True),
+        "a block": (Block, (48, 64), {}, True),
         **dict(
             with_long(
                 (),
+                ("a decoder's block", (decoder_block, (2, 13, 64), {}, True)),
                 ("parts in memory", (Fused, (2, 24, 64), {}, True)),
                 ("one gradient of two layers", (OneGradient, (48, 64), {}, False)),
                 ("merged layers of parts", (Parallel, (48, 64), {}, False)),

@@ -54,7 +54,7 @@ def compare(model: nn.Module, x: Tensor, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("case", [random_case, wide_case])
-@pytest.mark.parametrize("seed", with_long(range(3), *range(3, 100)))
+@pytest.mark.parametrize("seed", with_long(range(2), *range(2, 100)))
 def test_random_networks(case, seed):
     for recipe in (None, "tensorwise"):
         model, x, options = case(seed)

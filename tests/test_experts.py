@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import f8fx
 from f8fx.kernels import grouped
 from tests.helpers import Experts, bf16, compiled, randn, report_of, sqnr
+from tests.long import seldom
 
 torchao = pytest.importorskip("torchao.float8")
 from torchao.float8.config import ScalingGranularity  # noqa: E402
@@ -144,7 +145,7 @@ def test_the_definition_is_each_rows_product_with_its_experts_matrix(counts, beh
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("value", [float("nan"), *seldom(float("inf")), 1e38])
 def test_rows_of_no_expert_do_not_count(recipe, value):
     """CUDA's grouped gemm leaves them unwritten, so the next one may read anything there."""
     model, x = Experts().to(bf16), randn(64, 32, grad=False)

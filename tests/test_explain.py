@@ -20,6 +20,7 @@ from f8fx.passes.worth import cost_model
 from f8fx.report import GemmInfo
 from tests.explained import Mlp, meta_input, meta_mlp, tiny_decoder
 from tests.helpers import bf16
+from tests.long import seldom
 
 
 @pytest.mark.parametrize("target", ["h100", "b200"])
@@ -113,7 +114,7 @@ def thresholds(model, tokens, width, **options):
     return found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", *seldom("rowwise")])
 def test_a_dynamic_size_gets_the_threshold_of_its_decision(recipe):
     """Layers that share their input's casts, a small one beside a large one: each has a threshold of its own."""
 

@@ -23,6 +23,7 @@ from f8fx.explanation import ExplainError
 from f8fx.torch_private.versions import release
 from tests.explained import Mlp, meta_input, meta_mlp, tiny_decoder
 from tests.helpers import bf16, compiled, randn
+from tests.long import seldom
 
 
 def test_a_block_of_8b_widths_needs_no_memory():
@@ -79,7 +80,7 @@ def test_keyword_inputs():
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("mode", ["inference", "training", "frozen"])
+@pytest.mark.parametrize("mode", ["inference", "training", *seldom("frozen")])
 @pytest.mark.parametrize("weights", ["cached", "reused"])
 def test_weights_that_are_quantized_elsewhere(weights: str, mode: str, dynamic: bool):
     """Their casts cost nothing, as for the backend: a layer pays that would not with them."""

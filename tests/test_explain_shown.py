@@ -19,6 +19,7 @@ from f8fx.report import Decision, GraphReport
 from f8fx.show import print_report
 from tests.explained import Mlp, meta_input, meta_mlp, tiny_decoder
 from tests.helpers import compiled
+from tests.long import seldom
 
 
 def test_a_graph_that_runs_more_than_once_is_told_of(capsys: pytest.CaptureFixture[str]):
@@ -153,7 +154,7 @@ def test_layers_that_differ_are_named():
     assert labels == ["layers.0,5.w", "layers.1-4,6-7.w"]
 
 
-@pytest.mark.parametrize("target", ["h100", "a100"])
+@pytest.mark.parametrize("target", ["h100", *seldom("a100")])
 def test_the_page_holds_everything_and_loads_nothing(target: str, tmp_path: Path):
     model, tokens = tiny_decoder()
     e = f8fx.explain(model, tokens, target=target)

@@ -152,6 +152,7 @@ def test_modes_and_inductor_options_reach_inductor():
     assert config.max_autotune is False  # per compile, not global
 
 
+@pytest.mark.long
 def test_inference_of_a_shared_input_casts_it_once():
     """Inductor's CPU code for q, k, v holds one cast of the input."""
     from torch._inductor.utils import run_and_get_code
@@ -216,6 +217,7 @@ def test_a_nested_region_that_is_left_is_counted_once():
     assert reports[0].reasons == {"filtered": 6}
 
 
+@pytest.mark.long
 def test_relayout_through_code_generation_keeps_every_byte():
     """All 256 of them in both formats: on the way no conversion may touch the bits of a NaN."""
     from f8fx import lowerings, ops
@@ -237,7 +239,8 @@ def test_relayout_through_code_generation_keeps_every_byte():
             assert want.stride() == got.stride()
 
 
-@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [0, 1])
 def test_amaxes_of_parts_below_each_other_and_side_by_side(dim):
     """Of several sizes; rows of parts that stand side by side have an amax in common, others do not."""
     from f8fx import lowerings, ops
@@ -256,13 +259,14 @@ def test_amaxes_of_parts_below_each_other_and_side_by_side(dim):
         assert torch.allclose(want, got, rtol=1e-2)  # of bfloat16's rounding, made or not
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("converted", "by"),
     [
         (True, "option"),
-        pytest.param(True, "config", marks=pytest.mark.long),
-        pytest.param(False, "option", marks=pytest.mark.long),
-        pytest.param(False, "config", marks=pytest.mark.long),
+        (True, "config"),
+        (False, "option"),
+        (False, "config"),
     ],
 )
 def test_tuning_is_for_rewritten_graphs_and_undone(monkeypatch, converted, by):
@@ -336,6 +340,7 @@ def test_a_merged_weight_that_is_overwritten_later(write, recipe):
         assert sqnr(separate, merged) > 20
 
 
+@pytest.mark.long
 def test_columns_of_parts_are_cast_in_the_safe_form(monkeypatch):
     """It lies in one piece before it is cast, and its scales are those of the parts still."""
     from f8fx import kernel_forms, lowerings, ops

@@ -31,6 +31,7 @@ def test_names_are_those_of_passes():
     assert leave_out.LEFT_OUT.keys() - published().keys() == {"concatenations", "amaxes", "rounding"}
 
 
+@pytest.mark.long
 def test_a_pass_that_is_left_out_does_nothing():
     """And nothing stays left out."""
     rows = leave_out.measure("mlp", 256, "rowwise", ["nothing", "one_read"])

@@ -78,7 +78,7 @@ def test_an_activation_that_is_overwritten_after_its_use(save, recipe):
     [
         ((2, 16, 64), "eager"),
         ((32, 64), "eager"),
-        pytest.param((2, 16, 64), "inductor", marks=pytest.mark.slow),
+        pytest.param((2, 16, 64), "inductor", marks=(pytest.mark.slow, pytest.mark.long)),
         pytest.param((32, 64), "inductor", marks=(pytest.mark.slow, pytest.mark.long)),
     ],
 )

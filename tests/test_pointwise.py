@@ -150,28 +150,15 @@ FUNCTIONS = {
 }
 
 
-#: Functions that silu and gelu stand for, which are usual; and those that stand for all where there is no gate.
-ALIKE = {
-    "gelu, tanh",
-    "relu squared",
-    "mish",
-    "clamped",
-    "relu",
-    "leaky relu",
-    "tanh",
-    "sigmoid",
-    "softcap",
-    "hard swish",
-}
-WITHOUT_GATE = {"gelu"}
+#: The functions that stand for all, one of a gate and one without.
+USUAL = ((Gated, "silu"), (Activated, "gelu"))
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        pytest.param(module, name, marks=() if is_usual else pytest.mark.long)
-        for module, name in itertools.product((Activated, Gated, Masked), FUNCTIONS)
-        for is_usual in [name not in ALIKE if module is Gated else name in WITHOUT_GATE]
+        pytest.param(*case, marks=() if case in USUAL else pytest.mark.long)
+        for case in itertools.product((Activated, Gated, Masked), FUNCTIONS)
     ],
 )
 def test_activation_functions(name, module):
@@ -201,7 +188,7 @@ def test_activation_functions(name, module):
 @pytest.mark.parametrize(
     ("module", "choice"),
     [
-        (module, n)
+        pytest.param(module, n, marks=() if n == 0 else pytest.mark.long)
         for module in (Gated, Biased)
         for n in range(len(computed_amaxes.choices(module is Biased)))
     ],
@@ -234,6 +221,7 @@ def test_what_is_summed_is_computed_once():
     assert gradient == summed
 
 
+@pytest.mark.long
 def test_there_are_no_words_for_everything():
     """Then the amaxes are Inductor's."""
     found, code = written_for(Activated, torch.atan)
@@ -265,14 +253,16 @@ class Repeated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("module", [pytest.param(Kept, marks=pytest.mark.long), Repeated])
+@pytest.mark.long
+@pytest.mark.parametrize("module", [Kept, Repeated])
 def test_inputs_that_inductor_writes_to_buffers(module):
     """Their strides are settled before they are written into the kernel."""
     _, backward = generated(module, (ROWS, COLUMNS), recipe="rowwise")
     assert re.search(r"computed_amaxes_kernel_\d+\.run\(", backward.code)
 
 
-@pytest.mark.parametrize("module", [pytest.param(Activated, marks=pytest.mark.long), Gated])
+@pytest.mark.long
+@pytest.mark.parametrize("module", [Activated, Gated])
 def test_batches_of_sequences(module):
     """[batch, sequence, width] is [tokens, width] in memory."""
     found, code = written_for(module, F.silu, (2, ROWS // 2, WIDTH))

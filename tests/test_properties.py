@@ -12,12 +12,13 @@ from f8fx import Options, recording
 from f8fx.kernels import cast
 from f8fx.recipe import PRESETS
 from tests.helpers import compiled, randn
+from tests.long import with_long
 
 SIZES = st.sampled_from([1, 2, 3, 8, 15, 16, 17, 31, 32, 48, 65])
 FP8 = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
 HIGH = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-slow = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+slow = settings(max_examples=with_long((15,), 30)[-1], deadline=None, suppress_health_check=list(HealthCheck))
 few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -37,7 +37,8 @@ def trained(block, x: Tensor) -> list[Tensor]:
     return [values.detach(), *(p.grad for p in block.parameters())]
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_a_ragged_batch_has_the_bits_of_its_tokens(recipe):
     """Three batches: as many sequences, more of them, and as many tokens as before."""
     block = Block()

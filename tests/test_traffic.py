@@ -358,7 +358,7 @@ class Between(nn.Module):
         return torch.relu(self.linear(torch.relu(x)))
 
 
-@pytest.mark.parametrize("k, n", [(1024, 4090), (1020, 4096)])
+@pytest.mark.parametrize("k, n", [(1024, 4090), pytest.param(1020, 4096, marks=pytest.mark.long)])
 def test_padding_moves_no_more_than_results_without_it(k, n):
     """What the cost model counts of it (``cut_bytes`` of :class:`f8fx.plan.PlannedGemm`): operands are padded where they are cast."""
 

@@ -14,6 +14,7 @@ import f8fx
 from f8fx import recording
 from tests.helpers import bf16, compiled, randn
 from tests.kept_weights import Net, _no_leftovers, infer, inputs_of_inductor, uncached, x16  # noqa: F401
+from tests.long import seldom
 
 
 class WithHead(Net):
@@ -104,7 +105,7 @@ def test_beside_views_of_one_tensor_that_is_written_to():
         assert torch.equal(written, expected) and written.any()
 
 
-@pytest.mark.parametrize("weights", ["cached", "reused"])
+@pytest.mark.parametrize("weights", ["reused", *seldom("cached")])
 def test_training_beside_a_tensor_subclass(weights):
     frozen = weights == "cached"
     model, x = WithHead(frozen), randn(16, 32)

@@ -81,7 +81,7 @@ def kept_for_the_backward(model):
 
 def no_weight_outlives_its_forward():
     """What FSDP2 frees is freed: no copy made of it, transposed say, is kept for the backward."""
-    for recipe, sent in (("tensorwise", "auto"), ("rowwise", "both"), ("rowwise", "auto")):
+    for recipe, sent in with_long((("tensorwise", "auto"), ("rowwise", "auto")), ("rowwise", "both")):
         model = Setup(recipe, world_mesh(), True, enable={"copies": sent}).build()
         assert kept_for_the_backward(model) == 0
         train(model, 1)

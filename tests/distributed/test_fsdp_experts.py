@@ -199,8 +199,7 @@ def test_fsdp_experts() -> None:
         2,
         [
             each_half_gathers_its_copy,
-            layouts_that_are_not_said,
-            *with_long((), rows_that_arrive, other_shards),
+            *with_long((), rows_that_arrive, other_shards, layouts_that_are_not_said),
         ],
     )
 

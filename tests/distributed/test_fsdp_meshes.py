@@ -342,16 +342,21 @@ def test_two_ranks():
         2,
         [
             other_options_on_one_rank,
-            models_of_equal_shapes_one_after_the_other,
-            options_that_change,
-            columns,
             uneven_parts,
-            replicated,
-            *with_long((), offloaded, inference_alone),
+            *with_long(
+                (),
+                offloaded,
+                inference_alone,
+                columns,
+                options_that_change,
+                replicated,
+                models_of_equal_shapes_one_after_the_other,
+            ),
         ],
     )
 
 
+@pytest.mark.long
 def test_one_rank():
     run_checks(1, [one_rank])
 

@@ -411,9 +411,11 @@ def check_a_rank_that_compiles_alone_waits_no_longer_than_its_group_would():
 CHECKS = checks_of(
     dict(globals()),
     check_experts,
+    check_inference,
     check_mixed_precision,
     check_resharded_after_the_forward,
     check_scales_over_any_dimensions,
+    check_sharded_by_columns,
     check_that_rounded_shards_are_not_saved,
 )
 outcome = outcome_fixture(2, CHECKS)

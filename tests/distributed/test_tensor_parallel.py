@@ -350,6 +350,9 @@ CHECKS = checks_of(
     check_one_rank_compiles_for_any_size,
     check_prepare_module_input,
     check_rowwise_in_inference,
+    check_rowwise_training_stays,
+    check_rowwise_under_checkpointing,
+    check_weights_beside_those_that_are_parallel,
 )
 outcome = outcome_fixture(2, CHECKS)
 

@@ -15,6 +15,7 @@ from f8fx.report import GraphReport, recording
 from tests.helpers import compiled, sqnr
 from tests.integration import training
 from tests.integration.models import Batch, llama, llama_batch
+from tests.long import seldom
 
 pytest.importorskip("transformers")
 
@@ -99,7 +100,7 @@ def test_everything_filtered_is_the_model_itself(model: nn.Module):
 # -- precision ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", *seldom("rowwise")])
 def test_autocast_with_float32_parameters(float32_model: nn.Module, reports: list[GraphReport], recipe: str):
     model = float32_model
     reference = copy.deepcopy(model)
@@ -232,11 +233,12 @@ def test_per_layer_compile(reports: list[GraphReport]):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "sizes", "graphs"),
     [
         # Dynamo makes a graph of its own for batch 1
-        pytest.param("tensorwise", [(2, 16), (3, 5), (4, 7), (1, 9), (1, 16)], 2, marks=pytest.mark.long),
+        ("tensorwise", [(2, 16), (3, 5), (4, 7), (1, 9), (1, 16)], 2),
         ("rowwise", [(2, 16), (3, 5)], 1),
     ],
 )

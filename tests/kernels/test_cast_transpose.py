@@ -152,7 +152,7 @@ float8 = st.deferred(lambda: st.sampled_from(written()))
 
 
 @in_interpreter
-@examples(25, 150)
+@examples(15, 150)
 @given(
     **sources,
     fp8=float8,
@@ -174,7 +174,7 @@ def test_cast_transpose(shape, high, seed, special, layout, fp8, dim, dim_t, ali
 
 
 @in_interpreter
-@examples(25, 60)
+@examples(15, 60)
 @given(**sources, fp8=float8, dim=dims, align=st.sampled_from(ALIGN))
 def test_one_copy(shape, high, seed, special, layout, fp8, dim, align):
     x = source(shape, high, seed, special, layout)
@@ -184,7 +184,7 @@ def test_one_copy(shape, high, seed, special, layout, fp8, dim, align):
 
 
 @in_interpreter
-@examples(30, 80)
+@examples(15, 80)
 @given(
     **sources,
     fp8=float8,
@@ -202,7 +202,7 @@ def test_row_cast(shape, high, seed, special, layout, fp8, power_of_2, align, bl
 
 
 @in_interpreter
-@examples(25, 60)
+@examples(15, 60)
 @given(
     **sources,
     fp8=float8,
@@ -220,7 +220,7 @@ def test_column_scale(shape, high, seed, special, layout, fp8, power_of_2, secon
 
 @in_interpreter
 @pytest.mark.parametrize("high", HIGH)
-@examples(12, 30)
+@examples(8, 30)
 @given(
     # rows of each tensor, and whether it begins a group
     members=st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=row_cast_columns.MOST),
@@ -302,7 +302,7 @@ def check_computed_amaxes(shape, high, seed, special, tile, summed, plus=0.0):
 
 @in_interpreter
 @pytest.mark.parametrize("high", HIGH)
-@examples(12, 25)
+@examples(8, 25)
 @given(
     shape=st.tuples(
         st.sampled_from([1, 2, 7, 8, 9, 15, 17, 20]), st.sampled_from([1, 3, 15, 16, 17, 31, 33, 40])

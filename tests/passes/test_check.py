@@ -14,6 +14,7 @@ from f8fx import ops
 from f8fx.passes import Pipeline, check, describe
 from f8fx.passes.check import CheckError, signature
 from tests.helpers import Block, bf16, compiled, joint_graphs, randn
+from tests.long import seldom
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_no_pass_makes_the_host_wait(monkeypatch, recipe, m):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("save", ["lean", "fast"])
+@pytest.mark.parametrize("save", ["lean", *seldom("fast")])
 def test_no_merge_makes_the_host_wait(monkeypatch, recipe, save):
     """Gate and up as one matmul."""
     model = Block(64, 96).to(bf16)

@@ -14,6 +14,7 @@ import f8fx
 from f8fx import ops
 from f8fx.passes import concatenations
 from tests.helpers import compiled, graph_after, joint_graphs, randn, sqnr
+from tests.long import seldom
 
 
 def fused(x, gate_up, down):
@@ -259,7 +260,7 @@ def attention(x, w, b):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", *seldom("tensorwise")])
 @pytest.mark.parametrize("fn", [biased, attention])
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_gradient_of_a_bias_is_summed_part_by_part(fn, trained, recipe, monkeypatch):

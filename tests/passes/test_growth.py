@@ -55,7 +55,8 @@ def calls(block, layers, recipe):
     return count
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.long), "rowwise"])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_four_times_the_blocks_are_four_times_the_calls(block, recipe):
     calls(block, 1, recipe)  # what is kept from call to call
     few, many = (calls(block, layers, recipe) for layers in LAYERS)

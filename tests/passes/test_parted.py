@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from f8fx import recording
 from f8fx.passes import lifetimes
 from tests.helpers import compiled, randn, sqnr
+from tests.long import seldom
 
 D, ROWS = 64, 128
 #: Of one result and its weight.
@@ -42,7 +43,7 @@ def joined(fn, *args, **options):
     return [len(merge.layers) if merge.merged else merge.reason for merge in reports[0].merges]
 
 
-@pytest.fixture(params=[3 * SIZE, 4 * SIZE, 7 * SIZE], ids=["three", "four", "seven"])
+@pytest.fixture(params=[3 * SIZE, *seldom(4 * SIZE), 7 * SIZE], ids=["three", "four", "seven"])
 def at_once(request, monkeypatch):
     """What may be in memory at once, of five blocks' two results each; and how many layers are joined for it."""
     monkeypatch.setattr(lifetimes, "AT_ONCE", request.param)

@@ -14,6 +14,7 @@ from f8fx import recording
 from f8fx.passes import describe
 from f8fx.passes.products import products
 from tests.helpers import bf16, compiled, graph_after, joint_graphs, randn, report_of
+from tests.long import seldom
 
 aten = torch.ops.aten
 
@@ -83,7 +84,7 @@ return [scaled_mm]""",
     )
 
 
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("rows", [7, *seldom(1)])
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_bits_are_those_of_whole_matmuls(rows, requires_grad, recipe, monkeypatch):

@@ -248,6 +248,7 @@ def test_what_is_equal_to_its_mean_as_inductor_runs_it():
     assert not by_column.any() and not by_row.any()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_shares_as_inductor_runs_it():
     """Of rows with one element that is not zero: its share is 1, and a digit more has no arc cosine."""
