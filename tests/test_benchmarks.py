@@ -27,6 +27,7 @@ from benchmarks import (
 from f8fx.demo.model import DecoderConfig
 from f8fx.options import Options
 from f8fx.passes import Pipeline, check
+from tests.long import seldom
 from tests.processes import printed_by
 
 CPU = torch.device("cpu")
@@ -62,7 +63,9 @@ def test_a_gpu_without_float8_is_named(monkeypatch):
     )
 
 
-@BENCHMARKS
+@pytest.mark.parametrize(
+    "benchmark", [linear_sweep, experts, *seldom(llama_block)], ids=lambda module: module.NAME
+)
 def test_cpu_smoke_runs_every_version_and_keeps_nothing(benchmark: Any, capsys):
     kept = sorted(common.RESULTS.iterdir())
     threads = torch.get_num_threads()
@@ -330,6 +333,7 @@ def test_the_exponent_tells_linear_from_quadratic(power):
 # -- on the wire ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_bytes_on_the_wire_by_world_size(tmp_path, capsys):
     assert comm.main(["--quick", "--results", str(tmp_path)]) == 0
     assert "llama3_405b, each rank, a step, h100 nodes of 8; predicted" in capsys.readouterr().out

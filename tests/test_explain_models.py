@@ -398,7 +398,7 @@ def test_frozen_weights_made_in_inference_mode():
 
 
 @pytest.mark.parametrize("broadcast", ["none", "queries", "keys", "values"])
-@pytest.mark.parametrize("heads", [4, 2], ids=["heads", "shared heads"])
+@pytest.mark.parametrize("heads", [*seldom(4), 2], ids=["heads", "shared heads"])
 def test_attention_that_flash_attention_does_not_take(broadcast: str, heads: int):
     """Values narrower than queries (DeepSeek's), one of the three of another batch size."""
 
@@ -421,7 +421,7 @@ def test_attention_that_flash_attention_does_not_take(broadcast: str, heads: int
     assert any(row.fqn != "out" for row in e.rows) == (broadcast != "none")  # else one kernel
 
 
-@pytest.mark.parametrize("dims", [2, 3, 4])
+@pytest.mark.parametrize("dims", [*seldom(2), 3, *seldom(4)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_attention_of_any_rank(dims: int, dynamic: bool):
     layer, shape = nn.Linear(16, 16, bias=False, dtype=bf16), (2, 4, 8, 16)[-dims:]
@@ -538,7 +538,13 @@ class Loop(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "training"),
-    [(Branches, True), (Branches, False), (Regions, True), (Regions, False), (Loop, False)],
+    [
+        (Branches, True),
+        pytest.param(Branches, False, marks=pytest.mark.long),
+        pytest.param(Regions, True, marks=pytest.mark.long),
+        (Regions, False),
+        (Loop, False),
+    ],
 )
 def test_bodies_of_higher_order_operators_are_counted_as_the_backend_counts_them(make, training: bool):
     model, x = make().bfloat16(), torch.zeros(32, 64, dtype=torch.bfloat16)

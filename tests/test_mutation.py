@@ -10,6 +10,7 @@ from torch import nn
 import f8fx
 from f8fx import lowerings, ops
 from tests.helpers import bf16, compiled, joint_graphs, randn, sqnr
+from tests.long import seldom
 
 
 class Averaged(nn.Module):
@@ -158,7 +159,7 @@ OF_BF16 = [
 ]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", *seldom("rowwise")])
 @pytest.mark.parametrize(("function", "dtype", "trained"), OF_FLOAT32 + OF_BF16)
 def test_a_copy_of_what_is_overwritten_after_its_use(function, recipe, dtype, trained):
     """The copy is there to keep the values for the backward: its source is not read in its place."""

@@ -77,7 +77,9 @@ class Attention(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize(("bias", "late"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("bias", "late"), [(True, False), pytest.param(False, False, marks=pytest.mark.long), (False, True)]
+)
 def test_biases_in_gemms_save_no_more(bias, late):
     """Which results are kept, and so copied out of a merged one, is decided by where the biases are added."""
     model = Attention(bias, late).to(torch.bfloat16)

@@ -13,6 +13,7 @@ from f8fx import ops
 from f8fx.report import recording
 from f8fx.torch_private import fake_tensor_mode, size_hint
 from tests.helpers import Experts, bf16, compiled, randn, report_of, sqnr
+from tests.long import seldom
 
 E4M3 = torch.float8_e4m3fn
 
@@ -193,7 +194,7 @@ def test_a_size_that_was_found_to_be_another():
 
 
 @pytest.mark.parametrize("choose", [lambda q, mask: q[mask], lambda q, mask: q.masked_select(mask[:, None])])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("grad", [True, *seldom(False)])
 def test_rows_chosen_of_the_results_of_merged_layers(choose, grad):
     """What chooses them is not run anew for the strides of its input: it would give another number of rows."""
 

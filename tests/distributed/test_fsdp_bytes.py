@@ -125,7 +125,7 @@ def root_holds_converted_weights():
     from tests.distributed.models import OPTIONS, Net
 
     results = []
-    for scales in (None, "step", "forward"):
+    for scales in with_long((None, "step"), "forward"):
         torch.manual_seed(0)
         model = Net().to(bf16)
         if scales:

@@ -34,7 +34,12 @@ RUNS = [
 SELDOM = ("sam",)
 every_run = pytest.mark.parametrize(
     ("name", "recipe"),
-    [pytest.param(*run, marks=pytest.mark.long if run[0] in SELDOM else ()) for run in RUNS],
+    [
+        pytest.param(
+            *run, marks=pytest.mark.long if run[0] in SELDOM or run[1] == "rowwise_with_gw_hp" else ()
+        )
+        for run in RUNS
+    ],
 )
 every_model = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) if n in SELDOM else n for n in CASES]

@@ -78,11 +78,13 @@ def test_filter_fqns(model: nn.Module, reports: list[GraphReport], filters: list
     assert report.reasons == {"filtered": 3 * len(skipped)}
 
 
+@pytest.mark.long
 def test_only_fqns(model: nn.Module, reports: list[GraphReport]):
     compiled(model, only_fqns=["self_attn"])(**batch()).loss.backward()
     assert Counter(d.fqn.split(".")[-2] for d in reports[0].decisions if d.converted) == {"self_attn": 4 * 3}
 
 
+@pytest.mark.long
 def test_everything_filtered_is_the_model_itself(model: nn.Module):
     """Nothing converted, nothing changed: the bits of the same executor without a pass."""
     from f8fx import executor
@@ -125,7 +127,7 @@ def test_float32_is_left_alone(float32_model: nn.Module, reports: list[GraphRepo
 # -- inference and training -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.inference_mode, *seldom(torch.no_grad)])
 def test_inference(model: nn.Module, reports: list[GraphReport], mode):
     forward = compiled(model.eval())
     with mode():
@@ -158,6 +160,7 @@ def test_inference_has_the_bits_of_training(model: nn.Module):
     assert torch.equal(trained, inferred)
 
 
+@pytest.mark.long
 def test_gradient_accumulation(model: nn.Module):
     """Two forwards before two backwards give what one at a time gives."""
     forward = compiled(model)

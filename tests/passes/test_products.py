@@ -119,7 +119,7 @@ def test_bits_are_those_of_whole_matmuls(rows, requires_grad, recipe, monkeypatc
         ({"select": "auto", "target": "h100"}, "too small"),
     ],
 )
-@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, *seldom(False)])
 def test_what_is_left_is_as_it_was(parts, options, reason, requires_grad):
     """To the name of each node; and it is reported, gradients too."""
     model, x = Net(requires_grad), randn(1, 32, grad=requires_grad)
