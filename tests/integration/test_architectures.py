@@ -57,7 +57,7 @@ every_model = pytest.mark.parametrize(
 )
 def test_losses_beside_bf16(name: str, recipe: str):
     """
-    Three steps apart by 3 % of the first loss at most: measured, 2.2 % (T5, whose logits are large),
+    Three steps apart by 3 % of the first loss at most: measured, 1.5 % (T5, whose logits are large),
     elsewhere under 1.4 %. A gradient that is wrong in one layer alone shows in the next test.
     """
     reference, float8 = training.run(name, None), training.run(name, recipe)
@@ -70,8 +70,8 @@ def test_losses_beside_bf16(name: str, recipe: str):
 @every_run
 def test_gradients_beside_bf16(name: str, recipe: str):
     """
-    All gradients of the first step as one vector: 17 dB (T5) to 28 dB (GPT-2) measured. Each large one,
-    of at least 2 % of the whole vector's norm: 13 dB or more. Small ones are mostly rounding: a bias
+    All gradients of the first step as one vector: 18 dB (T5) to 28 dB (GPT-2) measured. Each large one,
+    of at least 2 % of the whole vector's norm: 12 dB or more. Small ones are mostly rounding: a bias
     of keys, say, has no gradient but that, since softmax takes no notice of it.
     """
     reference, float8 = training.run(name, None).gradients, training.run(name, recipe).gradients
