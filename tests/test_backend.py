@@ -32,7 +32,6 @@ from f8fx.torch_private import (
     joint_custom_pre_pass,
 )
 from tests.helpers import bf16, compiled, joint_graphs, randn, sqnr
-from tests.long import seldom
 
 
 class Net(nn.Module):
@@ -319,7 +318,9 @@ class Nested(nn.Module):
         return self.last(self.block(self.block(x)))
 
 
-@pytest.mark.parametrize("executor", ["eager", *seldom("inductor")])
+@pytest.mark.parametrize(
+    "executor", ["eager", pytest.param("inductor", marks=(pytest.mark.slow, pytest.mark.long))]
+)
 def test_a_fallback_keeps_no_region_that_was_rewritten(monkeypatch, executor):
     """The failure comes after the body of the region was rewritten; another trace would be handed that."""
     passes, calls = Pipeline.__call__, []

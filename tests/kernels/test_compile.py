@@ -259,12 +259,10 @@ def test_no_spills(name, capability, tmp_path):
         assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", HOPPER_FIRST)
 @pytest.mark.parametrize("dims", [(None, None), (1, 0)], ids=["tensorwise", "rowwise"])
-@pytest.mark.parametrize(
-    "high", [pytest.param(high, marks=[] if high == "bf16" else pytest.mark.long) for high in TRITON]
-)
-@pytest.mark.long
+@pytest.mark.parametrize("high", TRITON)
 @pytest.mark.parametrize("tile", cast_transpose.TILES, ids=str)
 def test_all_tiles(tile, high, dims, capability, tmp_path):
     compiled = cast_transpose_case(tile, high, dim=dims[0], dim_t=dims[1]).compile(capability)

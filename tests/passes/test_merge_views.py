@@ -11,7 +11,6 @@ from torch.nn.attention.flex_attention import flex_attention
 import f8fx
 from f8fx import recording
 from tests.helpers import Block, bf16, compiled, gradients, randn, sqnr
-from tests.long import seldom
 from tests.passes.merged import H100, K, M, gate_up, reference, trained, weights
 
 
@@ -154,7 +153,9 @@ def _(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@pytest.mark.parametrize("executor", ["eager", *seldom("inductor")])
+@pytest.mark.parametrize(
+    "executor", ["eager", pytest.param("inductor", marks=(pytest.mark.slow, pytest.mark.long))]
+)
 def test_custom_operators_read_turned_results_as_before(executor):
     x, a, b = randn(32, 64, grad=False), randn(64, 64, grad=False, seed=1), randn(64, 64, grad=False, seed=2)
 
@@ -177,7 +178,9 @@ def halves_turned(y):
     ],
     ids=["written to", "a view that reads a copy"],
 )
-@pytest.mark.parametrize("executor", ["eager", *seldom("inductor")])
+@pytest.mark.parametrize(
+    "executor", ["eager", pytest.param("inductor", marks=(pytest.mark.slow, pytest.mark.long))]
+)
 def test_custom_operators_read_what_is_laid_out_as_a_turned_result_as_before(use, executor):
     x, a, b = randn(32, 64, grad=False), randn(64, 64, grad=False, seed=1), randn(64, 64, grad=False, seed=2)
 
