@@ -343,7 +343,7 @@ def runs(recipe: Recipe, device_type: str, hardware: Hardware) -> str:
         return "yes"
     rowwise = any(spec.granularity == "rowwise" for spec in specs)
     by = "f8fx" if rowwise and not supports_rowwise_scaled_mm(device_type) else "PyTorch"
-    return f'emulated by {by} with select="all", slower than bf16; "auto" converts nothing'
+    return f'emulated by {by} with select="all", for its numerics; "auto" converts nothing'
 
 
 def _kernels(device: torch.device, hardware: Hardware, on_cpu: bool) -> str:

@@ -264,7 +264,7 @@ CPU = Hardware(
     sms=8,
     sources=_sources(
         "nominal: any CPU, only so that times are finite",
-        fp8_flops="torch._scaled_mm emulates float8 on CPU, measured about 7x slower than bfloat16",
+        fp8_flops="torch._scaled_mm emulates float8 on CPU: on one with bfloat16 instructions about 7x slower than bfloat16",
         launch_overhead="nominal",
         granularities="torch 2.12 _scaled_mm on CPU, tried (2.11 takes tensorwise only)",
         any_operand_layout="torch 2.13 _scaled_mm on CPU, tried",

@@ -46,8 +46,8 @@ def device_note(device: torch.device, hardware: Hardware) -> str:
     """One sentence on what float8 means on this device."""
     if device.type == "cpu":
         return (
-            "CPU: float8 is emulated by PyTorch and slower than bf16. The losses are the point here, "
-            "the times are not."
+            "CPU: float8 is emulated by PyTorch. The losses are the point here; the times say nothing "
+            "about a GPU."
         )
     if not hardware.float8_tensor_cores:
         return (

@@ -2,7 +2,8 @@
 
 Both runs keep float32 parameters and compute under ``torch.autocast`` in bfloat16, the common recipe
 for mixed precision; they differ in the backend given to ``torch.compile`` and in nothing else. On several
-ranks :mod:`~f8fx.demo.distributed` shards both, and the gathers differ as well. On CPU float8 arithmetic is emulated by PyTorch and slower than bf16: there the demo is about numerics.
+ranks :mod:`~f8fx.demo.distributed` shards both, and the gathers differ as well. On a CPU PyTorch emulates
+float8: there the demo is about numerics, and which run takes longer depends on the CPU.
 """
 
 from __future__ import annotations
