@@ -28,6 +28,7 @@ from f8fx import executor, lowerings
 from f8fx.graph_bytes import saved_bytes
 from f8fx.options import Options
 from f8fx.partition import Partitioner
+from f8fx.passes.parameters import KnownInputs
 from f8fx.torch_private import detect_fake_mode, fake_tensor_mode, live_bytes
 from f8fx.tuning import patches_for, tuning
 
@@ -99,12 +100,13 @@ def halves(
     )
     found: list[fx.GraphModule] = []
     whole: list[fx.GraphModule] = []
-    saved = 0
+    saved, known = 0, KnownInputs()
 
     def transform(graph: fx.Graph) -> None:
         assert graph.owning_module is not None
         whole.append(graph.owning_module)
         if float8:
+            known.mark(graph)
             pipeline(graph)
         # as in Inductor's joint passes: an alias would be one more thing that the partitioner can save
         remove_noop_ops(graph)
@@ -114,7 +116,8 @@ def halves(
         return halves
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        nonlocal saved
+        nonlocal saved, known
+        known = KnownInputs.of(inputs)
         executor.compile_eager(gm, inputs, transform, partition)
         if not found:
             found.append(whole[0])

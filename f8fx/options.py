@@ -50,8 +50,9 @@ class Options:
         activations: ``"leave"`` leaves matmuls of two activations (similarities, attention without a batch, an
             optimizer's) in high precision; ``"convert"`` takes the right one for the weight. Batched ones are left
             in any case.
-        experts: ``"leave"`` leaves grouped matmuls (``torch._grouped_mm``: mixtures of experts) in high precision;
-            ``"convert"`` treats them as others, but for the gradients of their weights (:mod:`passes.experts`).
+        experts: ``"leave"`` leaves the matmuls of mixtures of experts in high precision, grouped ones (``torch._grouped_mm``) and
+            batched ones with a weight for each batch; ``"convert"`` treats them as others, but for the gradients of
+            their weights (:mod:`passes.experts`, :mod:`passes.batched_experts`).
         merge: ``"auto"`` runs matmuls that read one input (q, k, v) as one where the cost model says that
             it is faster; ``"never"`` leaves them separate, each with scales of its own.
         rowwise_scales: where rowwise scales are applied when the recipe wants exact accumulation:

@@ -3,7 +3,7 @@
 ======  ==============  ==============================================================================
  order  pass            what it does
 ======  ==============  ==============================================================================
-   0    fold            batches multiplied by one frozen weight, and matmuls in parts, become one matmul
+   0    fold            batches multiplied by one frozen weight, and matmuls in parts, become one matmul; of experts, a grouped one
    1    find            every matmul, its role, name, sizes and operands            (only looks)
    2    select          convert or skip, with the reason                            (only looks)
    3    merge           matmuls that read one input become one
@@ -113,7 +113,8 @@ class Pipeline:
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
         constants: what is computed from constants of the graph alone is computed once, not in every call.
         leave_activations: matmuls of two activations stay as they are (:mod:`passes.activations`).
-        experts: grouped matmuls of experts are looked at too (:mod:`passes.experts`).
+        experts: grouped matmuls of experts are looked at too (:mod:`passes.experts`), and batched ones
+            (:mod:`passes.batched_experts`).
         runs: the graph is to run where its tensors are: what that device cannot run is left alone, whatever
             ``hardware`` can.
     """
@@ -141,7 +142,7 @@ class Pipeline:
         self.recipe = recipe
         self.debug = debug
         self.watch = watch
-        self.fold = Fold()
+        self.fold = Fold(experts)
         self.find = Find(leave_activations, experts)
         scales = rowwise_scales or best_rowwise_scales
         rescales = {"in_gemm": False, "by_size": None}

@@ -38,6 +38,7 @@ from f8fx.torch_private import overwritten_inputs, statically_true
 from . import fqn
 from .activations import Activations, is_added_to_norms
 from .backward import depending_on_tangents
+from .batched_experts import is_of_each
 from .choice import EMPTY
 from .elements import CASTS, input_of, is_part_of, is_part_of_input, stays_on_device
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
@@ -49,6 +50,7 @@ from .left import (
     BATCHED_GRADIENT,
     BATCHED_MATRIX,
     BATCHED_WEIGHT,
+    BATCHED_WEIGHT_GRADIENT,
     DISTANCES,
     GROUPED_ACTIVATIONS,
     GROUPED_MATRIX,
@@ -144,7 +146,7 @@ class _Walk:
                 continue
             if node in self.done:
                 if node.target is aten.bmm.default:
-                    self.batched[node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
+                    self.batched[node.meta.get("seq_nr", -1)] = _gradient_of(node)
             elif node in self.layers:
                 self._left_layer(self.layers[node])
             elif node.target is GROUPED_MM and self.experts:
@@ -218,7 +220,7 @@ class _Walk:
             return
         rows, matrices = operands_of(node)
         source, transposed = trace_matrices(matrices, self._quantizes)
-        right = _Traced(self.representatives.setdefault(("experts", identity(source)), source), transposed)
+        right = _Traced(self._of_experts(source), transposed)
         if is_repeated(right.node) or not self._is_of_experts(right.node):
             self._leave(node, GROUPED_MATRIX if is_repeated(right.node) else GROUPED_ACTIVATIONS)
             return
@@ -235,6 +237,10 @@ class _Walk:
         name = match[0].fqn or fqn.of_node(node)
         self._gemm(node, "grad_input", name, left, right, ("grad_output", "weight"), match[0].node, experts)
 
+    def _of_experts(self, matrices: fx.Node) -> fx.Node:
+        """The node that stands for all that are the same matrices."""
+        return self.representatives.setdefault(("experts", identity(matrices)), matrices)
+
     def _is_of_experts(self, matrices: fx.Node) -> bool:
         """Whether 3-D matrices may be weights."""
         if matrices in self.backward:
@@ -249,11 +255,14 @@ class _Walk:
             for operand in (gemm.left, gemm.right):
                 self.known.add(self._trace(operand.node).node, gemm, operand.kind)
             return
-        found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
-        assert found is not None
-        matrix = self._through_cast(self._trace(found[0]))
-        self.known.add(matrix.node, gemm, "weight")
-        self.batched[gemm.node.meta.get("seq_nr", -1)] = BATCHED_GRADIENT
+        if gemm.experts:
+            self.known.add(self._of_experts(gemm.right.node), gemm, "weight")
+        else:
+            found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
+            assert found is not None
+            matrix = self._through_cast(self._trace(found[0]))
+            self.known.add(matrix.node, gemm, "weight")
+        self.batched[gemm.node.meta.get("seq_nr", -1)] = _gradient_of(gemm.node)
 
     def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the left operand is, and not the right one."""
@@ -285,8 +294,7 @@ class _Walk:
         sides: Any = node.args[-2:]  # of bmm and of baddbmm
         parameters, is_batch = self._parameters(node), not is_same(shape_of(node)[0], 1)
         # one matrix is expanded; several that stand below each other in one parameter are not
-        elements = [side.meta["val"].numel() for side in sides] if is_batch else []
-        of_each = (any(is_same(found.meta["val"].numel(), n) for n in elements) for found in parameters)
+        of_each = (is_batch and any(is_of_each(side, found) for side in sides) for found in parameters)
         if any(not is_matrix(found) for found in parameters) or any(of_each):
             reason = BATCHED_WEIGHT
         elif parameters or (is_batch and any(map(repeated_matrix, sides))):
@@ -392,6 +400,13 @@ class _Walk:
         role: Role = "grad_input" if self._is_backward(node) else "output"
         no_weight = reason == BATCHED_WEIGHT and not self._parameters(node)
         of_experts = node.target is GROUPED_MM and contracts_rows(node)
-        if reason == BATCHED_GRADIENT or (role == "grad_input" and (no_weight or of_experts)):
+        if reason in (BATCHED_GRADIENT, BATCHED_WEIGHT_GRADIENT) or (
+            role == "grad_input" and (no_weight or of_experts)
+        ):
             role = "grad_weight"
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
+
+
+def _gradient_of(bmm: fx.Node) -> str:
+    """Why the weight's gradient of a batched matmul is left of which another stands in the place, or did."""
+    return BATCHED_WEIGHT_GRADIENT if repeated_matrix(bmm.args[1]) is None else BATCHED_GRADIENT  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ gradient. A float8 cast copies its input anyway, so the reason for the ``bmm`` i
 The matrix is a *weight*: a parameter, or computed from parameters alone; where no parameter is known, a 2-D input of
 the graph. What else is expanded over a batch may be attention, the keys of one head for the queries of all.
 
+Batches with a weight for each become grouped matmuls, if asked for (:mod:`passes.batched_experts`).
+
 Products and sums that PyTorch has made of matmuls with one row or one column (:mod:`passes.products`) become matmuls too.
 
 Nobody gains by this in high precision. So what there was stays in the graph, unused, until it is known which of the
@@ -30,6 +32,7 @@ from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
 from .backward import backward_nodes
+from .batched_experts import ends_of_rows, is_of_experts
 from .elements import SAME_ORDER, VIEWS, input_of, is_part_of
 from .fake import view_of
 from .operand import repeated_matrix
@@ -47,7 +50,7 @@ class Folded:
 
     Attributes:
         old: what had the result; nothing reads it.
-        mm: the matmul.
+        mm: the matmul, a grouped one of experts.
         result: what is read instead, of the shape of ``old``.
         parts: what ``old`` was computed by, if it is no matmul.
     """
@@ -77,21 +80,30 @@ class Folded:
 
 
 class Fold:
-    """Puts matmuls in place of batched ones, and of products and sums, in place."""
+    """Puts matmuls in place of batched ones, and of products and sums, in place.
+
+    Args:
+        experts: whether those with a weight for each batch become grouped ones.
+    """
+
+    def __init__(self, experts: bool = False) -> None:
+        self.experts = experts
 
     def __call__(self, graph: fx.Graph) -> list[Folded]:
         batched = graph.find_nodes(op="call_function", target=aten.bmm.default)
-        walk = _Walk(graph)
+        walk = _Walk(graph, self.experts)
         folded = [walk.fold(node) for node in batched]
         # one by one: one may read another's result
         return [*filter(None, folded), *map(walk.joined, products(graph))]
 
 
 class _Walk:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, experts: bool) -> None:
         self.graph = graph
+        self.experts = experts
         # inputs as matrices: layers that read one input, or one gradient, are to be seen to
         self.flat: dict[Hashable, fx.Node] = {}
+        self.ends: dict[Hashable, fx.Node] = {}
 
     @cached_property
     def weights(self) -> Collection[fx.Node]:
@@ -106,6 +118,8 @@ class _Walk:
         return frozenset(overwritten_inputs(self.graph))
 
     def fold(self, bmm: fx.Node) -> Folded | None:
+        if self.experts and is_of_experts(bmm, self.weights):
+            return self._grouped(bmm)
         x, expanded = bmm.args
         assert isinstance(x, fx.Node) and isinstance(expanded, fx.Node)
         found = repeated_matrix(expanded)
@@ -115,21 +129,31 @@ class _Walk:
         if is_part_of(weight, self.overwritten):
             return None  # the copies of it are what keeps its values for the backward
         insert = self._inserter(bmm)
-        batch = _unexpanded(x)
-        key = (batch, *(bmm.meta.get(mark) for mark in MARKS))
-        if key not in self.flat:
-            self.flat[key] = _as_matrix(insert, batch)
         mm = insert(
             aten.mm.default,
-            self.flat[key],
+            self._flattened(insert, bmm),
             insert(aten.permute.default, weight, [1, 0]) if transposed else weight,
         )
-        # the same memory as before, which tells torch what shares it
-        mm.meta["val"] = view_of(bmm.meta["val"], mm.meta["val"].shape)
-        sizes = [insert.size(x, 0), insert.size(x, 1), insert.size(mm, 1)]
-        result = insert(aten.view.default, mm, sizes)
-        bmm.replace_all_uses_with(result)
-        return Folded(bmm, mm, result)
+        return _in_place_of(bmm, mm, insert)
+
+    def _grouped(self, bmm: fx.Node) -> Folded:
+        """The grouped matmul of all rows."""
+        insert = self._inserter(bmm)
+        x, matrices = bmm.args
+        key = (str(shape_of(x)[:2]), *_marks(bmm))  # type: ignore[arg-type]
+        if key not in self.ends:
+            self.ends[key] = ends_of_rows(insert, x)  # type: ignore[arg-type]
+        rows = self._flattened(insert, bmm)
+        grouped = insert(aten._grouped_mm.default, rows, matrices, self.ends[key], None, None)
+        return _in_place_of(bmm, grouped, insert)
+
+    def _flattened(self, insert: Inserter, bmm: fx.Node) -> fx.Node:
+        """The rows of all batches, of one input once."""
+        batch = _unexpanded(bmm.args[0])  # type: ignore[arg-type]
+        key = (batch, *_marks(bmm))
+        if key not in self.flat:
+            self.flat[key] = _as_matrix(insert, batch)
+        return self.flat[key]
 
     def joined(self, product: Product) -> Folded:
         """The matmul that is in parts."""
@@ -149,6 +173,20 @@ class _Walk:
         # nobody told what is a parameter
         source = input_of(matrix)
         return source is not None and len(shape_of(source)) == 2
+
+
+def _marks(bmm: fx.Node) -> tuple[Hashable, ...]:
+    return tuple(bmm.meta.get(mark) for mark in MARKS)
+
+
+def _in_place_of(bmm: fx.Node, matmul: fx.Node, insert: Inserter) -> Folded:
+    """What reads a batched matmul reads another of all its rows."""
+    # the same memory as before, which tells torch what shares it
+    matmul.meta["val"] = view_of(bmm.meta["val"], matmul.meta["val"].shape)
+    sizes = [insert.size(bmm.args[0], 0), insert.size(bmm.args[0], 1), insert.size(matmul, 1)]  # type: ignore[arg-type]
+    result = insert(aten.view.default, matmul, sizes)
+    bmm.replace_all_uses_with(result)
+    return Folded(bmm, matmul, result)
 
 
 def _unexpanded(x: fx.Node) -> fx.Node:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import f8fx
 from f8fx import executor, ops
 from f8fx.partition import Partitioner
+from f8fx.passes.parameters import KnownInputs
 from f8fx.report import GraphReport, recording
 
 bf16 = torch.bfloat16
@@ -86,14 +87,24 @@ def joint_graphs(
     dynamic: bool = False,
     on_partition: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
     save: Any = "lean",
+    known: bool = False,
 ) -> None:
-    """Traces `fn` as Inductor would and calls `transform` on its joint (or inference) graph."""
+    """Traces `fn` as Inductor would and calls `transform` on its joint (or inference) graph.
+
+    Args:
+        known: mark which inputs are parameters, as the backend does.
+    """
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        def marked(graph: fx.Graph) -> Any:
+            if known:
+                KnownInputs.of(inputs).mark(graph)
+            return transform(graph)
+
         partitioner: Callable[..., Any] = Partitioner(save)
         if on_partition is not None:
             partitioner = shown(partitioner, on_partition)
-        executor.compile_eager(gm, inputs, transform, partitioner)
+        executor.compile_eager(gm, inputs, marked, partitioner)
         return gm.forward  # the rewritten graph is looked at, not run
 
     torch._dynamo.reset()
@@ -101,7 +112,12 @@ def joint_graphs(
 
 
 def graph_after(
-    fn: Callable[..., Any], *args: Any, dynamic: bool = False, rowwise_scales: str = "torchao", **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    dynamic: bool = False,
+    rowwise_scales: str = "torchao",
+    known: bool = False,
+    **kwargs: Any,
 ) -> str:
     """Text of the graph of `fn` after the whole pipeline, without what nothing reads."""
     from f8fx.passes import describe
@@ -115,7 +131,7 @@ def graph_after(
         graph.eliminate_dead_code()
         texts.append(describe(graph))
 
-    joint_graphs(fn, *args, transform=transform, dynamic=dynamic)
+    joint_graphs(fn, *args, transform=transform, dynamic=dynamic, known=known)
     return texts[0]
 
 
@@ -161,10 +177,24 @@ class Experts(nn.Module):
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
 
         def layer(x: Tensor, weight: Tensor) -> Tensor:
-            weight = (weight.to_local() if isinstance(weight, DTensor) else weight).to(bf16)
-            return torch._grouped_mm(x, weight if self.turned else weight.mT, offs=offsets)
+            return torch._grouped_mm(x, self.matrices(weight), offs=offsets)
 
         return layer(F.silu(layer(x, self.gate)) * layer(x, self.up), self.down)
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """What rows are multiplied by: ``[experts, k, n]``"""
+        weight = (weight.to_local() if isinstance(weight, DTensor) else weight).to(bf16)
+        return weight if self.turned else weight.mT
+
+
+class BatchedExperts(Experts):
+    """The same, each of as many rows, in one batched matmul a layer, as Llama 4 has them."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """[rows, dim], and how many rows each expert has -> [rows, dim]"""
+        gate, up, down = map(self.matrices, (self.gate, self.up, self.down))
+        x = x.view(len(gate), -1, x.shape[-1])
+        return torch.bmm(F.silu(torch.bmm(x, gate)) * torch.bmm(x, up), down).flatten(0, 1)
 
 
 def randn(*shape: int, dtype: torch.dtype = bf16, grad: bool = True, seed: int = 0) -> Tensor:

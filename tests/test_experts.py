@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8fx
 from f8fx.kernels import grouped
-from tests.helpers import Experts, bf16, compiled, randn, report_of, sqnr
+from tests.helpers import BatchedExperts, Experts, bf16, compiled, randn, report_of, sqnr
 from tests.long import seldom
 
 torchao = pytest.importorskip("torchao.float8")
@@ -155,6 +155,57 @@ def test_rows_of_no_expert_do_not_count(recipe, value):
     got = run(model, f8, x)
     assert torch.equal(got[0][:48], want[0][:48]) and torch.equal(got[1][:48], want[1][:48])
     assert_same(got[2:], want[2:])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@layouts
+def test_bitwise_in_batches(recipe, dtype, turned):
+    """As many rows each in one batched matmul; the gradients of weights are its own, in high precision."""
+    model = BatchedExperts(turned=turned).to(dtype)
+    x, counts = randn(48, 32, grad=False), torch.full((4,), 12)
+    want = run(model, lambda x, counts: reference(model, x, counts, recipe), x, counts)
+    got = run(model, compiled(model, recipe=recipe, experts="convert"), x, counts)
+    assert_same(got[:2], want[:2])
+    assert all(sqnr(a, b) > 45 for a, b in zip(want[2:], got[2:], strict=True))
+
+
+@settings(deadline=None, max_examples=6)
+@given(
+    experts=st.integers(2, 5),
+    rows=st.integers(1, 20),
+    dim=st.sampled_from([16, 48]),
+    hidden=st.sampled_from([16, 32]),
+    turned=st.booleans(),
+)
+def test_batches_have_the_bits_of_grouped_matmuls(experts, rows, dim, hidden, turned):
+    grouped, batched = (kind(experts, dim, hidden, turned).to(bf16) for kind in (Experts, BatchedExperts))
+    x, counts = randn(experts * rows, dim, grad=False), torch.full((experts,), rows)
+    want, got = (run(m, compiled(m, **OPTIONS), x, counts) for m in (grouped, batched))
+    assert_same(got[:2], want[:2])
+
+
+def test_batches_save_where_rows_end_besides():
+    model, x = BatchedExperts().to(bf16), randn(48, 32, grad=False).requires_grad_()
+    found = f8fx.explain(model, x, torch.full((4,), 12), select="all", target="h100", **OPTIONS)
+    assert sum(row.converted for row in found.rows) == 6
+    assert found.saved_bytes_float8 == found.saved_bytes_high + 4 * torch.int32.itemsize
+
+
+def test_checkpointed_batches_have_the_bits():
+    model, x, counts = BatchedExperts().to(bf16), randn(48, 32, grad=False), torch.full((4,), 12)
+    want = run(model, compiled(model, **OPTIONS), x, counts)
+    region = lambda x, counts: checkpoint(model, x, counts, use_reentrant=False)  # noqa: E731
+    assert_same(run(model, compiled(region, **OPTIONS), x, counts), want)
+
+
+def test_copies_of_batches_are_kept_in_inference():
+    model, x, counts = BatchedExperts().to(bf16), randn(48, 32, grad=False), torch.full((4,), 12)
+    with torch.no_grad():
+        dynamic = compiled(model, **OPTIONS)(x, counts)
+        with f8fx.recording() as reports:
+            cached = compiled(model, weights="cached", **OPTIONS)(x, counts)
+    assert sum(report.reused_weights for report in reports) == 3
+    assert torch.equal(cached, dynamic)
 
 
 def test_rows_of_a_batch_of_one():

@@ -20,7 +20,7 @@ from f8fx.hardware import of_device
 from f8fx.kernels import computed_amaxes, launch, row_cast_columns
 from f8fx.torch_private import jit_function
 from f8fx.torch_private.combining import AHEAD
-from tests.helpers import E4M3, Block, Experts, bf16, compiled, gradients, same_bits, sqnr
+from tests.helpers import E4M3, BatchedExperts, Block, Experts, bf16, compiled, gradients, same_bits, sqnr
 from tests.kernels import written
 from tests.test_unbacked import Chosen, ChosenExperts, outcome
 
@@ -519,6 +519,20 @@ def test_experts(recipe, turned, executor):
     x, grad, counts = normal(528, 256), normal(528, 256, seed=1), torch.tensor([96, 0, 64, 352])
     x[512:] = float("nan")
     options = {"recipe": recipe, "executor": executor}
+    wanted = experts_on("cpu", model, x, counts, grad, **{**options, "executor": "eager"})
+    found = experts_on("cuda", model, x, counts, grad, **options)
+    for name, want in wanted.items():
+        assert sqnr(want, found[name]) > 30, name
+
+
+@needs_grouped_gemm
+@pytest.mark.parametrize("rows", [16, 7])
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_experts_in_batches(rows, executor):
+    """Batched matmuls of as many rows for each expert are the grouped ones."""
+    model, counts = BatchedExperts(4, 256, 512, turned=True).to(bf16), torch.full((4,), rows)
+    x, grad = normal(4 * rows, 256), normal(4 * rows, 256, seed=1)
+    options = {"recipe": "rowwise", "executor": executor}
     wanted = experts_on("cpu", model, x, counts, grad, **{**options, "executor": "eager"})
     found = experts_on("cuda", model, x, counts, grad, **options)
     for name, want in wanted.items():

@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         "--experts",
         choices=("leave", "convert"),
         default="leave",
-        help="grouped matmuls of a mixture of experts (default: leave)",
+        help="grouped and batched matmuls of a mixture of experts (default: leave)",
     )
     for option, what in (("--filter-fqns", "leave"), ("--only-fqns", "convert only")):
         explain.add_argument(

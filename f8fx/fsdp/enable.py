@@ -69,7 +69,7 @@ def enable_float8_all_gather(
         filter_fqns: parameters whose module name contains one of these stay as they are.
         only_fqns: if given, only parameters whose module name contains one of these are converted.
         experts: of the compiled model. ``"convert"``: the matrices of experts too, 3-D parameters
-            ``[experts, out, in]`` that layers read through ``torch._grouped_mm``, or ``[experts, in, out]`` where
+            ``[experts, out, in]`` that layers read through ``torch._grouped_mm`` or ``torch.bmm``, or ``[experts, in, out]`` where
             the module's ``is_transposed`` is true. Any 3-D parameter of several matrices is taken for such; filter out
             others, since what else reads a weight gets its float8 rounding (there is a warning).
         wire: what float8 travels as. ``"auto"``: float8 with NCCL, else bytes, since gloo takes no float8.

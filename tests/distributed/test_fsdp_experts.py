@@ -23,7 +23,7 @@ from f8fx.report import log
 from tests.distributed.harness import run_checks
 from tests.distributed.models import OPTIONS, assert_same, whole, world_mesh
 from tests.distributed.sent import Sent, collectives
-from tests.helpers import Experts, bf16, randn
+from tests.helpers import BatchedExperts, Experts, bf16, randn
 from tests.long import with_long
 
 NAMES = ("gate", "up", "down")
@@ -151,6 +151,14 @@ def rows_that_arrive() -> None:
         assert_same(wanted, found, select)
 
 
+def batches_of_equal_rows() -> None:
+    """In batched matmuls: what they are gathered for are the grouped ones."""
+    _, wanted = steps(None, kind=BatchedExperts, turned=True)
+    sent, found = steps("auto", kind=BatchedExperts, turned=True)
+    assert_same(wanted, found)
+    assert sent[2] == predicted(turned=True)
+
+
 def layouts_that_are_not_said() -> None:
     """The bits are the same, but each half finds its copy in the other's place."""
     _, wanted = steps(None)
@@ -199,7 +207,7 @@ def test_fsdp_experts() -> None:
         2,
         [
             each_half_gathers_its_copy,
-            *with_long((), rows_that_arrive, other_shards, layouts_that_are_not_said),
+            *with_long((), rows_that_arrive, batches_of_equal_rows, other_shards, layouts_that_are_not_said),
         ],
     )
 

@@ -1,0 +1,62 @@
+"""Batches in which each matrix has its own weight: the layers of a mixture of experts that have as many rows each.
+
+``bmm(x, w)`` with ``x: [experts, m, k]`` and ``w: [experts, k, n]``, as Llama 4 has it, is a grouped matmul
+(:mod:`passes.experts`) of ``experts * m`` rows of which the next ``m`` belong to the next expert. So is its input gradient.
+PyTorch's batched float8 matmul is that one. The gradient of the weights stays a batched matmul in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from f8fx.hardware import ALIGNMENT
+
+from .operand import repeated_matrix
+from .parameters import expanded_parameter
+from .rewrite import Inserter
+from .sizes import is_same, shape_of
+
+aten = torch.ops.aten
+
+
+def is_of_each(operand: fx.Node, parameter: fx.Node) -> bool:
+    """Whether an operand of a batched matmul is all of a parameter's elements: no matrix is expanded over the batch."""
+    return is_same(parameter.meta["val"].numel(), operand.meta["val"].numel())
+
+
+def is_of_experts(bmm: fx.Node, weights: Collection[fx.Node]) -> bool:
+    """Whether a batched matmul can be a grouped one: of rows by a matrix for each batch, in what that takes.
+
+    Args:
+        weights: parameters, and what is computed from them.
+    """
+    rows, matrices = bmm.args
+    assert isinstance(rows, fx.Node) and isinstance(matrices, fx.Node)
+    if is_same(shape_of(bmm)[0], 1) or repeated_matrix(matrices) is not None:
+        return False
+    weight = expanded_parameter(matrices, weights)
+    if weight is None or not is_of_each(matrices, weight) or expanded_parameter(rows, weights) is not None:
+        return False
+    value = matrices.meta["val"]
+    whole = all(isinstance(size, int) and size % ALIGNMENT == 0 for size in value.shape[1:])
+    return (
+        whole
+        and isinstance(value.shape[0], int)
+        and value.dtype == bmm.meta["val"].dtype == torch.bfloat16
+        and (value.is_contiguous() or value.mT.is_contiguous())
+        and not is_same(shape_of(rows)[1], 0)
+    )
+
+
+def ends_of_rows(insert: Inserter, rows: fx.Node) -> fx.Node:
+    """Where the rows of each expert end: ``[experts]``, of ``[experts, m, k]``."""
+    value, size = rows.meta["val"], insert.size(rows, 1)
+    experts = value.shape[0]
+    options = {"dtype": torch.int32, "layout": torch.strided, "device": value.device, "pin_memory": False}
+    if isinstance(size, int):
+        return insert(aten.arange.start_step, size, experts * size + 1, size, **options)
+    counted = insert(aten.arange.start_step, 1, experts + 1, 1, **options)
+    return insert(aten.mul.Tensor, counted, size)
