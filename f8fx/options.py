@@ -68,8 +68,10 @@ class Options:
             backends that reject float8 (gloo), ``"auto"``, by backend. ``"off"``: gathers stay in high precision.
         weights: ``"dynamic"`` quantizes weights in every call; ``"cached"`` keeps their float8 copies from
             call to call of inference graphs, and those of frozen weights from step to step of training graphs
-            (:mod:`f8fx.weights`); ``"reused"`` lets training graphs take all of theirs from :func:`f8fx.reuse_weights`,
-            and is ``"cached"`` in inference. In packages of AOTInductor both make
+            (:mod:`f8fx.weights`); ``"constant"`` does so with weights, too, of which not every write can be noticed, those of
+            DTensors among them, and takes the user's word that :func:`f8fx.refresh_weights` is called after one that is
+            not; ``"reused"`` lets training graphs take all of theirs from :func:`f8fx.reuse_weights`,
+            and is ``"cached"`` in inference. In packages of AOTInductor all three make
             Inductor cast weights when a package is loaded (:mod:`f8fx.ahead`).
         kernels: ``"auto"``: a Triton kernel of ours where it reads fewer bytes than Inductor's code would: rowwise
             tensors that are in memory and wanted in both layouts (:mod:`passes.one_read`), and amaxes of rows and columns
@@ -97,7 +99,7 @@ class Options:
     bias: Literal["torchao", "in_gemm"] = "torchao"
     save: Save = "lean"
     wire: Wire = "auto"
-    weights: Literal["dynamic", "cached", "reused"] = "dynamic"
+    weights: Literal["dynamic", "cached", "constant", "reused"] = "dynamic"
     kernels: Literal["auto", "inductor"] = "auto"
     strict: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
@@ -303,7 +305,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "bias": _choice("bias", "torchao", "in_gemm"),
     "save": _choice("save", "lean", "fast"),
     "wire": _choice("wire", "auto", "float8", "uint8", "off"),
-    "weights": _choice("weights", "dynamic", "cached", "reused"),
+    "weights": _choice("weights", "dynamic", "cached", "constant", "reused"),
     "kernels": _choice("kernels", "auto", "inductor"),
     "strict": _bool("strict"),
     "executor": _choice("executor", "inductor", "eager"),

@@ -210,11 +210,15 @@ def _place(source: fx.Node, parameters: Mapping[fx.Node, int]) -> Place | None:
 
 
 def _by_position(graph: fx.Graph) -> dict[int, fx.Node]:
-    """The inputs of the forward that are an input of the Dynamo graph as it came, not a part of a tensor subclass."""
+    """The inputs of the forward that are an input of the Dynamo graph as it came, or the one tensor that it consists of.
+
+    A DTensor consists of a mesh, too.
+    """
     found: dict[int | None, list[fx.Node]] = {}
     for node in graph.find_nodes(op="placeholder"):
-        if not is_tangent(node):
-            found.setdefault(input_position(node), []).append(node)
+        position = input_position(node)
+        if not is_tangent(node) and (position not in found or isinstance(node.meta.get("val"), torch.Tensor)):
+            found.setdefault(position, []).append(node)
     return {
         position: nodes[0] for position, nodes in found.items() if position is not None and len(nodes) == 1
     }

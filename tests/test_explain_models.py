@@ -557,7 +557,8 @@ def test_bodies_of_higher_order_operators_are_counted_as_the_backend_counts_them
 
 
 @pytest.mark.filterwarnings("ignore:f8fx. a weight is not cached")
-def test_weights_that_are_not_kept_are_not_said_to_be():
+@pytest.mark.parametrize(("kept", "count"), [("cached", 1), ("constant", 4)])
+def test_weights_that_are_not_kept_are_not_said_to_be(kept, count):
     """A slice of a larger tensor, one made in inference mode, one that is shared with other processes."""
     flat = randn(64 * 32 + 1, grad=False)
     with torch.inference_mode():
@@ -572,12 +573,12 @@ def test_weights_that_are_not_kept_are_not_said_to_be():
     def f(x):
         return sum(F.linear(x, weight).sin() for weight in weights)
 
-    x, options = randn(16, 32, grad=False), {"select": "all", "weights": "cached", "merge": "never"}
+    x, options = randn(16, 32, grad=False), {"select": "all", "weights": kept, "merge": "never"}
     with f8fx.recording() as reports, torch.no_grad():
         compiled(f, **options)(x)
     told = f8fx.explain(f, x, **options)
     assert (
         [report.reused_weights for report in told.graphs]
-        == [1]
+        == [count]
         == [report.reused_weights for report in reports]
     )

@@ -32,9 +32,9 @@ def asked(monkeypatch):
     parameters = []
     state = weight_watch.Watch.state
 
-    def ask(watch, parameter, inference):
+    def ask(watch, parameter, *how):
         parameters.append(parameter)
-        return state(watch, parameter, inference)
+        return state(watch, parameter, *how)
 
     monkeypatch.setattr(weight_watch.Watch, "state", ask)
     yield parameters

@@ -512,6 +512,46 @@ def test_what_cannot_be_watched_is_refused_with_one_warning(casts):
     assert torch.equal(y, uncached(copy.deepcopy(model), x))
 
 
+def in_inference_mode():
+    with torch.inference_mode():
+        return nn.Parameter(randn(48, 32, grad=False, seed=3).clone(), requires_grad=False)
+
+
+#: Weights that can be written to without a trace.
+UNWATCHED = {
+    "made in inference mode": in_inference_mode,
+    "a slice": lambda: nn.Parameter(randn(49 * 32, grad=False)[32:].view(48, 32), requires_grad=False),
+    "shared": lambda: nn.Parameter(randn(48, 32, grad=False), requires_grad=False).share_memory_(),
+}
+
+
+@pytest.mark.parametrize("made", UNWATCHED)
+def test_weights_that_cannot_be_watched_are_kept_on_a_promise(made):
+    """As long as ``refresh_weights`` is called after what was written."""
+    weight, x = UNWATCHED[made](), x16()
+    f8, dynamic = (compiled(lambda x: x @ weight.t(), weights=w) for w in ("constant", "dynamic"))
+    with torch.inference_mode(), recording() as reports:
+        wanted = dynamic(x)
+        for _ in range(2):  # AOTAutograd looks at the inputs of a first call through `.data`
+            assert torch.equal(f8(x), wanted)
+        assert [report.reused_weights for report in reports] == [0, 1]
+        assert copies_of(weight).state is not None
+        torch._C.TensorBase.data.__get__(weight).mul_(2)  # nothing here sees it
+        assert torch.equal(f8(x), wanted)
+        f8fx.refresh_weights([weight])
+        assert torch.equal(f8(x), dynamic(x)) and not torch.equal(f8(x), wanted)
+
+
+def test_what_fsdp_writes_is_nobodys_promise():
+    from torch.distributed.fsdp import FSDPModule
+
+    weight = nn.Parameter(randn(4, 4))
+    sharded = type("Sharded", (FSDPModule, nn.Linear), {})
+    assert "FSDP" in (weight_copies.refusal(weight, promised=True) or "")
+    del sharded
+    gc.collect()
+
+
 def test_weights_that_other_processes_can_write_are_not_kept():
     """Also where they come to be shared only after they were cached."""
     model, x = Net().requires_grad_(False), x16()

@@ -23,14 +23,24 @@ Format = ScaleFormat | CastFormat
 REFUSAL = "_f8fx_refusal"
 
 
-def refusal(parameter: Tensor) -> str | None:
-    """Why writes to a parameter cannot be noticed, so that it must be cast at each call; else ``None``."""
+_BY_FSDP = "FSDP gathers weights into it without a trace"
+
+
+def refusal(parameter: Tensor, promised: bool = False) -> str | None:
+    """Why writes to a parameter cannot be noticed, so that it must be cast at each call; else ``None``.
+
+    Args:
+        promised: the user says that there are none (``weights="constant"``). What FSDP writes is not the user's.
+    """
     if is_fake(parameter):
-        return vars(parameter).get(REFUSAL)
+        reason = vars(parameter).get(REFUSAL)
+        return None if promised and reason != _BY_FSDP else reason
+    if managed_by_fsdp(parameter):
+        return _BY_FSDP
+    if promised:
+        return None
     if parameter.is_inference():
         return "it was made under torch.inference_mode, where PyTorch counts no changes"
-    if managed_by_fsdp(parameter):
-        return "FSDP gathers weights into it without a trace"
     if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.itemsize:
         return "it is a part of a larger tensor, through which it can be changed without a trace"
     if not parameter.is_cuda and parameter.is_shared():  # CUDA memory says so of itself always
@@ -53,6 +63,8 @@ class Copies:
     def __init__(self, dim: int, in_place: bool) -> None:
         self.dim = dim
         self.in_place = in_place
+        #: what is written without a trace is followed by a call of `refresh_weights`
+        self.promised = False
         #: a backward may have to read them still
         self.trains = False
         self.tensors: dict[Format, Tensor] = {}
@@ -101,9 +113,9 @@ class Copies:
 
     def _state(self, parameters: Sequence[Tensor], watches: Sequence[Watch]) -> Any:
         if len(parameters) == 1:
-            return watches[0].state(parameters[0], self.in_place)
+            return watches[0].state(parameters[0], self.in_place, self.promised)
         states = [
-            watch.state(parameter, self.in_place)
+            watch.state(parameter, self.in_place, self.promised)
             for watch, parameter in zip(watches, parameters, strict=True)
         ]
         return None if None in states else states
@@ -119,7 +131,7 @@ class Copies:
                 source = arranged(sources, self.dim)
                 for form in formats:
                     self._make(source, form)
-        self.state = None if any(map(refusal, parameters)) else state
+        self.state = None if any(refusal(p, self.promised) for p in parameters) else state
 
     def _make(self, source: Tensor, form: Format) -> None:
         """One scale or copy, by its definition, if there is none that is fresh."""

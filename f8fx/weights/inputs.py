@@ -1,4 +1,4 @@
-"""Graphs that take the float8 copies of their weights as inputs: ``weights="cached"`` and ``"reused"``.
+"""Graphs that take the float8 copies of their weights as inputs: ``weights="cached"``, ``"constant"`` and ``"reused"``.
 
 Which weights a graph casts, and how, only the passes know, on the graph that AOTAutograd makes. So
 a graph is traced twice: once to learn it (:func:`candidates`), and once, with further inputs
@@ -11,32 +11,38 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from f8fx.kernels.cast import padding
+from f8fx.parts import is_dtensor
 from f8fx.passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
 from f8fx.recipe import HIGH_DTYPES
-from f8fx.torch_private import copy_of_graph, detect_fake_mode, is_fake, mark_as_dynamo_input
+from f8fx.torch_private import copy_of_graph, detect_fake_mode, is_fake, local_part, mark_as_dynamo_input
 
 from . import kept
 from .copies import refusal
 from .last_call import LastCall
-from .watch import training_ran
+from .watch import training_ran, watch_of
 
 CastsOf = Callable[[WeightInputs], tuple[WeightInputs, bool]]
 
 
 def candidates(
-    example_inputs: Sequence[Any], experts: Literal["leave", "convert"] = "leave", frozen: bool = False
+    example_inputs: Sequence[Any],
+    experts: Literal["leave", "convert"] = "leave",
+    frozen: bool = False,
+    promised: bool = False,
 ) -> WeightInputs:
     """The parameters among a Dynamo graph's inputs whose copies could be inputs as well.
 
     Args:
         experts: whether those with a matrix for each expert are cast.
         frozen: of a training graph, those only that need no gradient, whose copies last from step to step.
+        promised: nothing is written without a trace: DTensors, whose parts are what a graph computes with, and others too.
     """
     found, ranks = [], (2, 3) if experts == "convert" else (2,)
     for position, value in enumerate(example_inputs):
@@ -44,13 +50,15 @@ def candidates(
             continue
         if frozen and value.requires_grad:
             continue
-        if type(value) is not nn.Parameter and not is_fake(value):  # a subclass, with a layout of its own
-            continue
-        if reason := refusal(value):
+        is_whole = promised and is_dtensor(value)
+        if type(value) is not nn.Parameter and not (is_fake(value) or is_whole):
+            continue  # a subclass, with a layout of its own
+        part = local_part(value) if is_whole else value
+        if reason := refusal(part, promised):
             _say_refused(reason)
             continue
-        if all(isinstance(size, int) for size in value.shape):
-            found.append(Weight(position, tuple(value.shape), value.dtype))
+        if all(isinstance(size, int) for size in part.shape):
+            found.append(Weight(position, tuple(part.shape), part.dtype))
     return WeightInputs(len(example_inputs), tuple(found), last=frozen)
 
 
@@ -83,13 +91,15 @@ def learned(
 
     Args:
         casts_of: traces the graph, and says which of the candidates it casts and whether it trains.
-        weights: the option, ``"cached"`` or ``"reused"``.
+        weights: the option, ``"cached"``, ``"constant"`` or ``"reused"``.
         experts: see :func:`candidates`.
     """
-    frozen = weights == "cached" and may_train(example_inputs)
-    found = casts_of(candidates(example_inputs, experts, frozen))
+    frozen, promised = weights != "reused" and may_train(example_inputs), weights == "constant"
+    found = casts_of(candidates(example_inputs, experts, frozen, promised))
     # in inference all weights last
-    return found if found[1] or not frozen else casts_of(candidates(example_inputs, experts))
+    return (
+        found if found[1] or not frozen else casts_of(candidates(example_inputs, experts, promised=promised))
+    )
 
 
 def extended(
@@ -147,22 +157,24 @@ def dtype_of(form: ScaleFormat | CastFormat) -> torch.dtype:
 
 
 def wrapped(
-    compiled: Callable[..., Any], inputs: WeightInputs, training: bool, last: bool
+    compiled: Callable[..., Any], inputs: WeightInputs, training: bool, last: bool, promised: bool = False
 ) -> Callable[..., Any]:
     """A compiled graph with further inputs, as Dynamo calls it: with its own.
 
     Args:
         last: whether copies last from call to call, or for a block of :func:`f8fx.reuse_weights`.
+        promised: see :func:`candidates`.
     """
-    fetch = kept.cached if last else kept.reused
+    fetch = partial(kept.cached, promised=promised) if last else kept.reused
     places = [(copies.place.positions, copies.place.dim, copies.formats) for copies in inputs.copies]
     every = [position for positions, _, _ in places for position in positions]
-    call = LastCall() if last and not training else None
+    call = LastCall(promised) if last and not training else None
 
     def run(*args: Any) -> Any:
-        parameters = [args[position] for position in every]
+        given = {position: _part(args[position]) for position in every} if promised else args
+        parameters = [given[position] for position in every]
         wanted = (
-            ([args[position] for position in positions], dim, forms) for positions, dim, forms in places
+            ([given[position] for position in positions], dim, forms) for positions, dim, forms in places
         )
         if is_fake(parameters[0]):
             copies = kept.made_anew(wanted)
@@ -175,6 +187,14 @@ def wrapped(
         return compiled(*args, *copies)
 
     return run
+
+
+def _part(parameter: Any) -> Any:
+    """What this process has of a parameter: of a DTensor its part, which is watched for it."""
+    part = local_part(parameter)
+    if part is not parameter and not is_fake(part):
+        watch_of(part).is_of(parameter)
+    return part
 
 
 def noting_training(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,9 @@ is read at every call, without a look at the data and without waiting for a devi
 Most calls of an inference graph find at once that nothing at all has changed (:mod:`f8fx.weights.last_call`).
 
 What no signal tells is listed at :func:`refresh_weights`. Where a parameter is known to be written
-behind all of these (:func:`f8fx.weights.copies.refusal`), it is cast at each call.
+behind all of these (:func:`f8fx.weights.copies.refusal`), it is cast at each call; with ``weights="constant"`` it is kept on the
+user's promise. So is a DTensor there, of which this rank's part is what is cast and watched: the part's own version tells of
+writes to it, that of the DTensor of others, and neither of ``torch._foreach_*`` functions and ``.data``.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ def refresh_weights(model: nn.Module | Iterable[nn.Module | Tensor] | None = Non
     * by replaying a CUDA graph that holds an optimizer step;
     * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
       no training graph compiled with this option ran before it;
+    * of a DTensor (``weights="constant"``): through ``p.data``, or by ``torch._foreach_*`` functions outside of an optimizer;
     * by calling a fused optimizer kernel (``torch._fused_adamw_``, ``torch.optim.adamw.adamw(fused=True)``) oneself;
     * under ``torch.autograd._unsafe_preserve_version_counter``, which hides writes of every kind.
 
@@ -143,13 +146,14 @@ def reuse_weights(model: nn.Module) -> Iterator[None]:
 Wanted = tuple[Sequence[Tensor], int, Sequence[Format]]
 
 
-def cached(wanted: Iterable[Wanted], training: bool = False) -> list[Tensor]:
+def cached(wanted: Iterable[Wanted], training: bool = False, promised: bool = False) -> list[Tensor]:
     """Scales and copies of parameters that last from call to call, those of each in turn.
 
     Args:
         training: a graph takes them that may keep them for its backward.
+        promised: also of those of which not every write can be noticed.
     """
-    return _cached(wanted, training)[0]
+    return _cached(wanted, training, promised)[0]
 
 
 def served(call: LastCall, parameters: Sequence[Tensor], wanted: Iterable[Wanted]) -> list[Tensor]:
@@ -158,10 +162,10 @@ def served(call: LastCall, parameters: Sequence[Tensor], wanted: Iterable[Wanted
     Args:
         parameters: those of ``wanted``, in turn.
     """
-    return call.tensors(parameters, lambda: _cached(wanted, training=False))
+    return call.tensors(parameters, lambda: _cached(wanted, False, call.promised))
 
 
-def _cached(wanted: Iterable[Wanted], training: bool) -> tuple[list[Tensor], bool]:
+def _cached(wanted: Iterable[Wanted], training: bool, promised: bool) -> tuple[list[Tensor], bool]:
     """The tensors, and whether all of them last."""
     result: list[Tensor] = []
     streams: dict[torch.device, Any] = {}
@@ -172,6 +176,7 @@ def _cached(wanted: Iterable[Wanted], training: bool) -> tuple[list[Tensor], boo
         if copies is None:
             copies = _keep(watches, dim)
         copies.trains |= training
+        copies.promised |= promised
         result += copies.get(parameters, watches, formats, _stream(parameters[0], streams))
         last &= copies.state is not None
     return result, last

@@ -17,7 +17,7 @@ from torch import Tensor
 from f8fx.streams import capturing, current
 from f8fx.torch_private import version_counter
 
-from .watch import LAST_CALLS, LOCK, last_sign, watch_of
+from .watch import LAST_CALLS, LOCK, last_sign, version_of, watch_of
 
 
 class _Signs(NamedTuple):
@@ -25,6 +25,7 @@ class _Signs(NamedTuple):
 
     number: int
     identities: list[int]  # as long as the number is the last one, none of them has gone
+    counted: bool  # none was made in inference mode
     versions: list[int]
     addresses: list[int]
     trainable: list[bool]
@@ -37,7 +38,7 @@ class _Signs(NamedTuple):
         return (
             self.number == last_sign()
             and self.identities == list(map(id, parameters))
-            and self.versions == list(map(version_counter, parameters))
+            and self.versions == list(map(version_counter if self.counted else version_of, parameters))
             and self.addresses == [parameter.data_ptr() for parameter in parameters]
             and self.trainable == [parameter.requires_grad for parameter in parameters]
             and self.probed == list(map(version_counter, self.probes))
@@ -47,9 +48,14 @@ class _Signs(NamedTuple):
 
 
 class LastCall:
-    """The copies that one graph was given at its last calls: one for each layer, where layers share a graph."""
+    """The copies that one graph was given at its last calls: one for each layer, where layers share a graph.
 
-    def __init__(self) -> None:
+    Args:
+        promised: weights of which PyTorch counts no changes have none.
+    """
+
+    def __init__(self, promised: bool = False) -> None:
+        self.promised = promised
         #: by the first parameter, which has gone if another has its id: and with it all that is here
         self._given: dict[int, tuple[_Signs, list[Tensor]]] = {}
         with LOCK:
@@ -75,7 +81,8 @@ class LastCall:
         kept = self._given
         kept.pop(first, None)
         # those from before: what changes while the copies are made may be in them or not
-        signs = None if any(parameter.is_inference() for parameter in parameters) else _signs(parameters)
+        counted = not any(parameter.is_inference() for parameter in parameters)
+        signs = _signs(parameters, counted) if counted or self.promised else None
         tensors, last = fetch()
         # what is captured into a CUDA graph has no values before that is replayed, and lies in memory of that graph's
         if last and signs is not None and not capturing():
@@ -83,13 +90,14 @@ class LastCall:
         return tensors
 
 
-def _signs(parameters: Sequence[Tensor]) -> _Signs:
+def _signs(parameters: Sequence[Tensor], counted: bool) -> _Signs:
     probes = [probe for parameter in parameters for probe in watch_of(parameter).probes]
     devices = dict.fromkeys(parameter.device for parameter in parameters)
     return _Signs(
         last_sign(),
         list(map(id, parameters)),
-        list(map(version_counter, parameters)),
+        counted,
+        list(map(version_of, parameters)),
         [parameter.data_ptr() for parameter in parameters],
         [parameter.requires_grad for parameter in parameters],
         probes,

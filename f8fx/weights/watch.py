@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8fx.torch_private import optimizer_hooks_run, optimizer_step_runs, storage_key, version_counter
+from f8fx.torch_private import (
+    local_part,
+    optimizer_hooks_run,
+    optimizer_step_runs,
+    storage_key,
+    version_counter,
+)
 
 from .parameter_data import Installation, version_probe, with_version_of
 
@@ -44,17 +50,20 @@ class Watch:
         self.alias: Tensor | None = None
         self.sources: tuple[Tensor, ...] = ()
         self.source_memory: int | None = None
+        # of a DTensor whose part it is on this rank, which counts what is written through it
+        self.whole_version: int | None = None
 
-    def state(self, parameter: Tensor, inference: bool) -> Any:
+    def state(self, parameter: Tensor, inference: bool, promised: bool = False) -> Any:
         """Equal at two times only if nothing is known to have changed between them; ``None``: not known.
 
         Args:
             inference: whether a training graph that ran is a sign of change. Not between microbatches.
+            promised: nothing is written where no version is counted.
         """
-        if parameter.is_inference() or not _SIGNALS.are_there() or _is_stepped(parameter):
+        if (parameter.is_inference() and not promised) or not _SIGNALS.are_there() or _is_stepped(parameter):
             return None
         return (
-            version_counter(parameter),
+            version_of(parameter),
             parameter.data_ptr(),
             self.changes,
             -1 if self.alias is None else version_counter(self.alias),
@@ -67,6 +76,13 @@ class Watch:
             return _STEPS, _RUNS if inference else 0
         # frozen again, it may have been written to in between; by others' training it is not
         return (_STEPS, self.trained, "frozen") if self.trained else None
+
+    def is_of(self, whole: Tensor) -> None:
+        """Notes of which DTensor it is a part: what is written through that may have changed it."""
+        version = version_of(whole)
+        if self.whole_version != version:
+            self.whole_version = version
+            self.changed()
 
     def changed(self) -> None:
         """Notes that it may have changed."""
@@ -157,7 +173,9 @@ def training_ran(inputs: Iterable[Any]) -> None:
         _RUNS += 1
         _next_sign()
         for value in inputs:
-            if isinstance(value, Tensor) and value.requires_grad and (watch := WATCHES.get(id(value))):
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                continue
+            if (watch := WATCHES.get(id(local_part(value)))) is not None:
                 watch.trained += 1
 
 
@@ -172,6 +190,11 @@ def watch_of(parameter: Tensor) -> Watch:
             memories_changed()
             _SIGNALS.install()
     return watch
+
+
+def version_of(parameter: Tensor) -> int:
+    """How often a parameter was written to, as far as PyTorch counts: not at all what was made under ``torch.inference_mode``."""
+    return -1 if parameter.is_inference() else version_counter(parameter)
 
 
 def _forget(key: int, watch: Watch | None) -> None:
@@ -285,7 +308,7 @@ def memories_changed() -> None:
 def memory_of(parameter: Tensor | None) -> int | None:
     """Equal for parameters on one memory; ``None`` for those that have none: gone, sparse, lazy."""
     try:
-        return None if parameter is None else storage_key(parameter)
+        return None if parameter is None else storage_key(local_part(parameter))
     except (NotImplementedError, ValueError):
         return None
 

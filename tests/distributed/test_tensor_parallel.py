@@ -259,8 +259,8 @@ def check_rowwise_in_inference():
 class WithHead(Net):
     """Whose head is not parallel: a plain parameter beside DTensors."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, depth=2):
+        super().__init__(depth)
         self.head = nn.Linear(64, 96, bias=False, dtype=bf16)
 
     def forward(self, x):

@@ -226,8 +226,9 @@ def test_forms(name):
     x = randn(*shape)
     done, left = converted(form, x)
     assert done == ["output", "grad_input"]
-    # of one row it is no matmul
-    assert left == ({} if shape[1] == 1 else {"grad_weight": GRADIENT})
+    assert left == {"grad_weight": GRADIENT} or (
+        shape[1] == 1 and not left
+    )  # of one row torch 2.13 makes products
     x = x.detach()
     assert sqnr(form(x), compiled(form, **OPTIONS)(x)) > 20
 
