@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
@@ -184,7 +186,50 @@ def check_gathered_weights_stay_in_the_graph():
     assert torch.equal(infer(call, x), infer(compiled(model), x))
 
 
-CHECKS = checks_of(dict(globals()))
+def check_generate_of_transformers():
+    """``tp_plan="auto"`` makes weights DTensors; tokens are those of quantizing them in each call."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    with TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        if dist.get_rank() == 0:
+            transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        dist.barrier()
+        ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "LOCAL_RANK": str(dist.get_rank())}
+        with mock.patch.dict(os.environ, ranks):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folders[0], tp_plan="auto", dtype=torch.bfloat16
+            ).eval()
+        dist.barrier()
+    assert len(split(model)) == 9
+    plain, tokens = model.forward, torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for weights in ("dynamic", "constant"):
+        model.forward = compiled(plain, recipe="rowwise", weights=weights, fullgraph=False)
+        with recording() as reports:
+            found[weights] = model.generate(
+                tokens, max_new_tokens=4, do_sample=False, cache_implementation="static"
+            )
+    assert {report.reused_weights for report in reports} == {8}
+    assert torch.equal(found["dynamic"], found["constant"])
+
+
+CHECKS = checks_of(
+    dict(globals()),
+    check_frozen_weights_in_training,
+    check_gathered_weights_stay_in_the_graph,
+    check_generate_of_transformers,
+    check_they_go_with_the_model,
+)
 outcome = outcome_fixture(2, CHECKS)
 
 
