@@ -28,7 +28,7 @@ from f8fx.kernels.grouped import grouped_mm
 from f8fx.passes import amaxes
 from f8fx.recipe import PRESETS
 from tests.emulated import Case, multiplied
-from tests.helpers import Block, bf16, sqnr
+from tests.helpers import BatchedExperts, Block, bf16, sqnr
 from tests.long import with_long
 from tests.random_nets import random_case
 from tests.test_unbacked import Chosen, ChosenExperts
@@ -299,6 +299,20 @@ def assert_computed(found: list[tuple[Case, list[Tensor]]], folder: Path) -> Non
         for index, (a, b) in enumerate(zip(results, want, strict=True)):
             ratio = sqnr(b, a)
             assert differing(a, b) <= 0.002 or ratio > 45, (index, tuple(b.shape), differing(a, b), ratio)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("turned", [False, True], ids=["nk", "kn"])
+def test_experts_in_batches(turned, tmp_path):
+    """Grouped float8 gemms of as many rows each; the gradients of weights are batched ones."""
+    torch.manual_seed(0)
+    experts = BatchedExperts(turned=turned).to(bf16).to("meta")
+    x = torch.randn(4 * 12, 32, dtype=bf16, device="meta", requires_grad=True)
+    found = halves(lambda x: experts(x, None), x, precise=True, recipe="rowwise", experts="convert")
+    codes = [case.code for case, _ in found]
+    assert [code.count("extern_kernels._scaled_grouped_mm(") for code in codes] == [3, 3]
+    assert [code.count("extern_kernels.bmm(") for code in codes] == [0, 3]
+    assert_computed(found, tmp_path)
 
 
 class Norms(nn.Module):
