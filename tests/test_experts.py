@@ -169,7 +169,7 @@ def test_bitwise_in_batches(recipe, dtype, turned):
     assert all(sqnr(a, b) > 45 for a, b in zip(want[2:], got[2:], strict=True))
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 @given(
     experts=st.integers(2, 5),
     rows=st.integers(1, 20),
