@@ -234,7 +234,7 @@ class Pipeline:
         What was folded and is then not converted stays as it was. Others may have been seen through the matmul in its
         place, so all are looked at again.
         """
-        folded = {each.mm: each for each in run("fold", self.fold, graph)}
+        folded = {each.matmul: each for each in run("fold", self.fold, graph)}
         left: dict[fx.Node, Skip] = {}
         layers: dict[fx.Node, Gemm] = {}
         while True:

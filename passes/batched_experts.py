@@ -2,7 +2,7 @@
 
 ``bmm(x, w)`` with ``x: [experts, m, k]`` and ``w: [experts, k, n]``, as Llama 4 has it, is a grouped matmul
 (:mod:`passes.experts`) of ``experts * m`` rows of which the next ``m`` belong to the next expert. So is its input gradient.
-PyTorch's batched float8 matmul is that one. The gradient of the weights stays a batched matmul in high precision.
+PyTorch has no other float8 matmul of batches. The gradient of the weights stays a batched matmul in high precision.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import fx
 
 from f8fx.hardware import ALIGNMENT
 
+from .left import BATCHED_GRADIENT, BATCHED_WEIGHT_GRADIENT
 from .operand import repeated_matrix
 from .parameters import expanded_parameter
 from .rewrite import Inserter
@@ -41,14 +42,18 @@ def is_of_experts(bmm: fx.Node, weights: Collection[fx.Node]) -> bool:
     if weight is None or not is_of_each(matrices, weight) or expanded_parameter(rows, weights) is not None:
         return False
     value = matrices.meta["val"]
-    whole = all(isinstance(size, int) and size % ALIGNMENT == 0 for size in value.shape[1:])
     return (
-        whole
-        and isinstance(value.shape[0], int)
+        all(isinstance(size, int) and size for size in value.shape)
+        and all(size % ALIGNMENT == 0 for size in value.shape[1:])
         and value.dtype == bmm.meta["val"].dtype == torch.bfloat16
         and (value.is_contiguous() or value.mT.is_contiguous())
         and not is_same(shape_of(rows)[1], 0)
     )
+
+
+def why_gradient_is_left(bmm: fx.Node) -> str:
+    """Why the gradient of a batched matmul's weight is left, where another matmul stands in the place of that, or did."""
+    return BATCHED_WEIGHT_GRADIENT if repeated_matrix(bmm.args[1]) is None else BATCHED_GRADIENT  # type: ignore[arg-type]
 
 
 def ends_of_rows(insert: Inserter, rows: fx.Node) -> fx.Node:

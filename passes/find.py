@@ -38,7 +38,7 @@ from f8fx.torch_private import overwritten_inputs, statically_true
 from . import fqn
 from .activations import Activations, is_added_to_norms
 from .backward import depending_on_tangents
-from .batched_experts import is_of_each
+from .batched_experts import is_of_each, why_gradient_is_left
 from .choice import EMPTY
 from .elements import CASTS, input_of, is_part_of, is_part_of_input, stays_on_device
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
@@ -146,7 +146,7 @@ class _Walk:
                 continue
             if node in self.done:
                 if node.target is aten.bmm.default:
-                    self.batched[node.meta.get("seq_nr", -1)] = _gradient_of(node)
+                    self.batched[node.meta.get("seq_nr", -1)] = why_gradient_is_left(node)
             elif node in self.layers:
                 self._left_layer(self.layers[node])
             elif node.target is GROUPED_MM and self.experts:
@@ -262,7 +262,7 @@ class _Walk:
             assert found is not None
             matrix = self._through_cast(self._trace(found[0]))
             self.known.add(matrix.node, gemm, "weight")
-        self.batched[gemm.node.meta.get("seq_nr", -1)] = _gradient_of(gemm.node)
+        self.batched[gemm.node.meta.get("seq_nr", -1)] = why_gradient_is_left(gemm.node)
 
     def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the left operand is, and not the right one."""
@@ -405,8 +405,3 @@ class _Walk:
         ):
             role = "grad_weight"
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))
-
-
-def _gradient_of(bmm: fx.Node) -> str:
-    """Why the weight's gradient of a batched matmul is left of which another stands in the place, or did."""
-    return BATCHED_WEIGHT_GRADIENT if repeated_matrix(bmm.args[1]) is None else BATCHED_GRADIENT  # type: ignore[arg-type]

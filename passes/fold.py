@@ -50,13 +50,13 @@ class Folded:
 
     Attributes:
         old: what had the result; nothing reads it.
-        mm: the matmul, a grouped one of experts.
+        matmul: the one, of experts a grouped one.
         result: what is read instead, of the shape of ``old``.
         parts: what ``old`` was computed by, if it is no matmul.
     """
 
     old: fx.Node
-    mm: fx.Node
+    matmul: fx.Node
     result: fx.Node
     parts: tuple[fx.Node, ...] = ()
 
@@ -131,7 +131,7 @@ class _Walk:
         insert = self._inserter(bmm)
         mm = insert(
             aten.mm.default,
-            self._flattened(insert, bmm),
+            self._rows(insert, bmm),
             insert(aten.permute.default, weight, [1, 0]) if transposed else weight,
         )
         return _in_place_of(bmm, mm, insert)
@@ -140,19 +140,26 @@ class _Walk:
         """The grouped matmul of all rows."""
         insert = self._inserter(bmm)
         x, matrices = bmm.args
-        key = (str(shape_of(x)[:2]), *_marks(bmm))  # type: ignore[arg-type]
+        assert isinstance(x, fx.Node)
+        experts, rows, _ = shape_of(x)
+        key = (experts, str(rows), x.meta["val"].device, *_marks(bmm))
         if key not in self.ends:
-            self.ends[key] = ends_of_rows(insert, x)  # type: ignore[arg-type]
-        rows = self._flattened(insert, bmm)
-        grouped = insert(aten._grouped_mm.default, rows, matrices, self.ends[key], None, None)
+            self.ends[key] = ends_of_rows(insert, x)
+        operands = self._rows(insert, bmm, whole=True), matrices
+        grouped = insert(aten._grouped_mm.default, *operands, self.ends[key], None, None)
         return _in_place_of(bmm, grouped, insert)
 
-    def _flattened(self, insert: Inserter, bmm: fx.Node) -> fx.Node:
-        """The rows of all batches, of one input once."""
+    def _rows(self, insert: Inserter, bmm: fx.Node, whole: bool = False) -> fx.Node:
+        """The rows of all batches, of one input once.
+
+        Args:
+            whole: they lie in memory one behind the other.
+        """
         batch = _unexpanded(bmm.args[0])  # type: ignore[arg-type]
-        key = (batch, *_marks(bmm))
+        whole = whole and not _is_in_order(batch)
+        key = (batch, whole, *_marks(bmm))
         if key not in self.flat:
-            self.flat[key] = _as_matrix(insert, batch)
+            self.flat[key] = _as_matrix(insert, batch, whole)
         return self.flat[key]
 
     def joined(self, product: Product) -> Folded:
@@ -200,11 +207,18 @@ def _unexpanded(x: fx.Node) -> fx.Node:
     return x
 
 
-def _as_matrix(insert: Inserter, x: fx.Node) -> fx.Node:
-    """``[b, m, k]`` as ``[b * m, k]``."""
+def _is_in_order(x: fx.Node) -> bool:
+    """Whether the elements of ``[b, m, k]`` are known to lie in memory in their order."""
+    value = x.meta["val"]
+    _, rows, columns = value.shape
+    return all(map(is_same, value.stride(), (rows * columns, columns, 1)))
+
+
+def _as_matrix(insert: Inserter, x: fx.Node, whole: bool) -> fx.Node:
+    """``[b, m, k]`` as ``[b * m, k]``; ``whole``: of a contiguous copy."""
     value = x.meta["val"]
     (batch, rows, _), strides = value.shape, value.stride()
-    if not (is_same(rows, 1) or is_same(strides[0], rows * strides[1])):
+    if whole or not (is_same(rows, 1) or is_same(strides[0], rows * strides[1])):
         x = insert.contiguous(x)
     together = batch * rows if isinstance(batch, int) and isinstance(rows, int) else -1
     return insert(aten.view.default, x, [together, insert.size(x, 2)])

@@ -217,6 +217,10 @@ FORMS = {
     "a bias": (lambda x: x @ MATRICES + MATRICES[:, :1], (4, 24, 32)),
     "an expert's one row": (lambda x: x @ MATRICES, (4, 1, 32)),
     "rows of one input": (lambda x: x.expand(4, -1, -1) @ MATRICES, (1, 24, 32)),
+    "one row of one input": (lambda x: x.expand(4, -1, -1) @ MATRICES, (1, 1, 32)),
+    "one token for all": (lambda x: x.repeat(4, 1).view(4, -1, 32) @ MATRICES, (1, 32)),
+    "the first columns": (lambda x: x[..., :32] @ MATRICES, (4, 24, 36)),
+    "every second column": (lambda x: x[..., ::2] @ MATRICES, (4, 24, 64)),
 }
 
 
@@ -227,10 +231,25 @@ def test_forms(name):
     done, left = converted(form, x)
     assert done == ["output", "grad_input"]
     assert left == {"grad_weight": GRADIENT} or (
-        shape[1] == 1 and not left
+        1 in shape[:2] and not left
     )  # of one row torch 2.13 makes products
     x = x.detach()
     assert sqnr(form(x), compiled(form, **OPTIONS)(x)) > 20
+
+
+@pytest.mark.parametrize("loss", [lambda y: y.sum(), lambda y: y.sum(-1), lambda y: y[:2].sum() + y.sum()])
+def test_a_loss_in_the_graph(loss):
+    """Whose gradient is one number for all elements, or for each row."""
+    args = randn(4, 24, 32), weight(4, 32, 64)
+    done, left = converted(lambda x, w: loss(torch.bmm(x, w)), *args)
+    assert done == ["output", "grad_input"] and left == {"grad_weight": GRADIENT}
+    found = reasons(lambda x, w: loss(torch.bmm(x, w)), *args, filter_fn=lambda fqn, gemm: False)
+    assert found["output"] == found["grad_input"] == "filtered"
+
+
+@pytest.mark.parametrize(("experts", "k", "n"), [(0, 32, 64), (4, 0, 64), (4, 32, 0)])
+def test_left_where_there_is_nothing(experts, k, n):
+    assert not converted(layer, randn(experts, 24, k), weight(experts, k, n))[0]
 
 
 @pytest.mark.parametrize("left", ["weight on the left", "added to a matrix"])

@@ -403,7 +403,7 @@ def test_alone_it_can_be_undone():
     def transform(graph):
         before, nodes = describe(graph), list(graph.nodes)
         folded = Fold()(graph)
-        assert [each.mm.target for each in folded] == [torch.ops.aten.mm.default] * 2
+        assert [each.matmul.target for each in folded] == [torch.ops.aten.mm.default] * 2
         assert "mm(" in describe(graph) and describe(graph) != before
         for each in folded:
             each.undo()
