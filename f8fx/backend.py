@@ -176,9 +176,8 @@ def _compile_with_weights(
     options = compiler.options
     if compiler.freezes:
         return compiler(gm, example_inputs, graph_pass)
-    promised = options.weights == "constant"
-    graph_pass.should_keep = options.weights != "reused" and weight_inputs.should_keep_some(example_inputs)
-    if not weight_inputs.candidates(example_inputs, options.experts, promised=promised).weights:
+    graph_pass.should_keep = weight_inputs.should_keep_some(example_inputs, options.weights)
+    if not weight_inputs.candidates(example_inputs, options.weights, options.experts).weights:
         return compiler(gm, example_inputs, graph_pass)
     plain, training = (graph_pass.pipeline, graph_pass.key), False
     try:
@@ -189,8 +188,7 @@ def _compile_with_weights(
             graph_pass.pipeline = _pipeline(options, inputs)
             graph_pass.key = graph_pass.key.extended(inputs)
             longer, examples = weight_inputs.extended(gm, example_inputs, inputs, is_static=last)
-            compiled = compiler(longer, examples, graph_pass)
-            return weight_inputs.wrapped(compiled, inputs, training, last, promised)
+            return weight_inputs.wrapped(compiler(longer, examples, graph_pass), inputs, training, last)
     except FilterError:
         raise
     except Exception as error:
@@ -310,10 +308,9 @@ def _publish(graph_pass: GraphPass, options: Options, config: Mapping[str, Any])
     infers = any(report.converted and not report.training for report in reports)
     if graph_pass.should_keep and infers and not any(report.reused_weights for report in reports):
         _warn_once(
-            f'f8fx: weights="{options.weights}" keeps nothing for a graph: no matmul that it converts reads a plain nn.Parameter '
-            "that is an input of the graph, and what else it reads is quantized in every call"
-            + _MAY_PROMISE
-            * (options.weights == "cached")
+            f'f8fx: weights="{options.weights}" keeps nothing for a graph: no matmul that it converts reads a parameter '
+            "that is an input of the graph and may be kept, and what else it reads is quantized in every call"
+            + (_MAY_PROMISE if options.weights == "cached" else "")
         )
     if any(report.converted for report in reports) and (depends := dependence(options, config)):
         _warn_once(depends)

@@ -116,12 +116,14 @@ class WeightInputs:
         weights: the parameters that may be cast elsewhere.
         copies: what is.
         last: whether copies last from step to step in training too: their casts cost nothing.
+        promised: nothing writes to the parameters without a trace, or is followed by a call that tells: ``weights="constant"``.
     """
 
     own: int
     weights: tuple[Weight, ...] = ()
     copies: tuple[Copies, ...] = ()
     last: bool = False
+    promised: bool = False
 
     @property
     def total(self) -> int:

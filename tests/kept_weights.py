@@ -28,10 +28,10 @@ class Net(nn.Module):
         return self.second(F.gelu(self.first(x)))
 
 
-def copies_of(*parameters, dim=0):
+def copies_of(*parameters, dim=0, promised=False):
     """Those that are kept of one parameter, or of several side by side."""
     watches = tuple(map(weight_watch.watch_of, parameters))
-    return watches[0].copies[dim, watches]
+    return watches[0].copies[dim, watches, promised]
 
 
 @pytest.fixture(autouse=True)

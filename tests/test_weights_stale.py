@@ -535,11 +535,37 @@ def test_weights_that_cannot_be_watched_are_kept_on_a_promise(made):
         for _ in range(2):  # AOTAutograd looks at the inputs of a first call through `.data`
             assert torch.equal(f8(x), wanted)
         assert [report.reused_weights for report in reports] == [0, 1]
-        assert copies_of(weight).state is not None
+        assert copies_of(weight, promised=True).state is not None
         torch._C.TensorBase.data.__get__(weight).mul_(2)  # nothing here sees it
         assert torch.equal(f8(x), wanted)
         f8fx.refresh_weights([weight])
         assert torch.equal(f8(x), dynamic(x)) and not torch.equal(f8(x), wanted)
+
+
+def test_a_promise_is_that_of_the_function_it_was_given_for():
+    """Another one of the same weights, which come to be shared with other processes, casts them in each call."""
+    model, x = Net().requires_grad_(False), x16()
+    cached, promised, dynamic = (compiled(model, weights=w) for w in ("cached", "constant", "dynamic"))
+    for _ in range(2):
+        wanted = [infer(call, x) for call in (dynamic, cached, promised)]
+    model.share_memory()
+    for call in (cached, promised, cached):
+        infer(call, x)
+    torch._C.TensorBase.data.__get__(model.first.weight).mul_(2)  # nothing here sees it
+    assert torch.equal(infer(promised, x), wanted[0])
+    assert torch.equal(infer(cached, x), infer(dynamic, x)) and not torch.equal(infer(cached, x), wanted[0])
+
+
+@pytest.mark.parametrize("made", [in_inference_mode, lambda: nn.Parameter(randn(48, 32, grad=False))])
+def test_nothing_kept_on_a_promise_is_said(made, monkeypatch):
+    """Of weights that the graph computes."""
+    monkeypatch.setattr("f8fx.backend._WARNED", set())
+    weight = made().requires_grad_(False)
+    with (
+        pytest.warns(UserWarning, match='weights="constant" keeps nothing for a graph'),
+        torch.inference_mode(),
+    ):
+        compiled(lambda x: x @ (weight * weight.abs()).t(), weights="constant")(x16())
 
 
 def test_what_fsdp_writes_is_nobodys_promise():

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from f8fx.parts import dtensor_like, is_dtensor
 from f8fx.torch_private import is_fake, local_tensor, tree_leaves, tree_map, uncompiled
-from f8fx.weights.copies import REFUSAL, refusal
+from f8fx.weights.copies import note_refusals
 
 
 class ExplainError(RuntimeError):
@@ -137,8 +137,8 @@ class Replica:
         for name, value in vars(tensor).items():  # such as torch._dynamo.mark_dynamic leaves
             if name not in vars(fake):
                 setattr(fake, name, value)
-        if type(tensor) is nn.Parameter and tensor.device.type != "meta" and (reason := refusal(tensor)):
-            setattr(fake, REFUSAL, reason)
+        if type(tensor) is nn.Parameter and tensor.device.type != "meta":
+            note_refusals(fake, tensor)
         self.memo[id(tensor)] = fake
         return fake
 

@@ -103,7 +103,8 @@ def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a Dynamo graph with what AOTAutograd reads in one beside its nodes; modules and tensors are shared.
 
     ``_dynamo_source`` of placeholders, ``_param_name_to_source`` and ``meta["dynamo_compile_id"]``: without them
-    it would not know which inputs keep their address (``_try_get_metadata_from_dynamo``).
+    it would not know which inputs keep their address (``_try_get_metadata_from_dynamo``). Without ``meta["grapharg"]``, which
+    holds weak references to the inputs: while there are such, ``swap_tensors`` refuses them.
     """
     copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta.update(gm.meta)
@@ -112,6 +113,7 @@ def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
     for new, old in zip(copied.graph.nodes, gm.graph.nodes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+        new.meta.pop("grapharg", None)
     return copied
 
 

@@ -19,24 +19,21 @@ from .watch import LOCK, Watch, memories_changed
 Format = ScaleFormat | CastFormat
 
 
-#: The attribute of a fake parameter that says what :func:`refusal` says of the one it stands for.
-REFUSAL = "_f8fx_refusal"
-
-
-_BY_FSDP = "FSDP gathers weights into it without a trace"
+#: The attribute of a fake parameter that says what :func:`refusal` says of the one it stands for, without a promise and with one.
+_REFUSALS = "_f8fx_refusals"
 
 
 def refusal(parameter: Tensor, promised: bool = False) -> str | None:
     """Why writes to a parameter cannot be noticed, so that it must be cast at each call; else ``None``.
 
     Args:
-        promised: the user says that there are none (``weights="constant"``). What FSDP writes is not the user's.
+        promised: there are none, or a call of ``refresh_weights`` tells (``weights="constant"``). It is the user's word, and what
+            FSDP writes is not the user's.
     """
     if is_fake(parameter):
-        reason = vars(parameter).get(REFUSAL)
-        return None if promised and reason != _BY_FSDP else reason
+        return vars(parameter).get(_REFUSALS, {}).get(promised)
     if managed_by_fsdp(parameter):
-        return _BY_FSDP
+        return "FSDP gathers weights into it without a trace"
     if promised:
         return None
     if parameter.is_inference():
@@ -46,6 +43,13 @@ def refusal(parameter: Tensor, promised: bool = False) -> str | None:
     if not parameter.is_cuda and parameter.is_shared():  # CUDA memory says so of itself always
         return "it is in memory that is shared with other processes, whose writes leave no trace here"
     return None
+
+
+def note_refusals(fake: Tensor, parameter: Tensor) -> None:
+    """Lets a fake parameter be refused for the same reasons as the one it stands for."""
+    reasons = {promised: refusal(parameter, promised) for promised in (False, True)}
+    if any(reasons.values()):
+        setattr(fake, _REFUSALS, reasons)
 
 
 _NOTHING: tuple[Sequence[Format] | None, list[Tensor]] = (None, [])
@@ -58,13 +62,13 @@ class Copies:
         dim: how they are put together; see :func:`arranged`.
         in_place: for graphs whose inputs keep their address: a new cast goes into the memory of
             the old one. Not so between microbatches, where a backward may still have to read that.
+        promised: see :func:`refusal`.
     """
 
-    def __init__(self, dim: int, in_place: bool) -> None:
+    def __init__(self, dim: int, in_place: bool, promised: bool = False) -> None:
         self.dim = dim
         self.in_place = in_place
-        #: what is written without a trace is followed by a call of `refresh_weights`
-        self.promised = False
+        self.promised = promised
         #: a backward may have to read them still
         self.trains = False
         self.tensors: dict[Format, Tensor] = {}

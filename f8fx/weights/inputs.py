@@ -33,17 +33,18 @@ CastsOf = Callable[[WeightInputs], tuple[WeightInputs, bool]]
 
 def candidates(
     example_inputs: Sequence[Any],
+    weights: str,
     experts: Literal["leave", "convert"] = "leave",
     frozen: bool = False,
-    promised: bool = False,
 ) -> WeightInputs:
     """The parameters among a Dynamo graph's inputs whose copies could be inputs as well.
 
     Args:
+        weights: the option, ``"cached"``, ``"constant"`` or ``"reused"``.
         experts: whether those with a matrix for each expert are cast.
         frozen: of a training graph, those only that need no gradient, whose copies last from step to step.
-        promised: nothing is written without a trace: DTensors, whose parts are what a graph computes with, and others too.
     """
+    promised = _is_promised(weights)
     found, ranks = [], (2, 3) if experts == "convert" else (2,)
     for position, value in enumerate(example_inputs):
         if not isinstance(value, nn.Parameter) or value.dim() not in ranks or value.dtype not in HIGH_DTYPES:
@@ -59,15 +60,22 @@ def candidates(
             continue
         if all(isinstance(size, int) for size in part.shape):
             found.append(Weight(position, tuple(part.shape), part.dtype))
-    return WeightInputs(len(example_inputs), tuple(found), last=frozen)
+    return WeightInputs(len(example_inputs), tuple(found), last=frozen, promised=promised)
 
 
-def should_keep_some(example_inputs: Sequence[Any]) -> bool:
+def _is_promised(weights: str) -> bool:
+    return weights == "constant"
+
+
+def should_keep_some(example_inputs: Sequence[Any], weights: str) -> bool:
     """Whether it takes a word that no copies are kept: no weight is float8 itself, and no other warning gives a reason."""
+    if weights == "reused":
+        return False
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     if any(part.dtype.is_floating_point and part.dtype.itemsize == 1 for part in _parts(tensors)):
         return False
-    return not any(isinstance(value, nn.Parameter) and refusal(value) for value in tensors)
+    promised = _is_promised(weights)
+    return not any(isinstance(value, nn.Parameter) and refusal(value, promised) for value in tensors)
 
 
 def _parts(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -91,15 +99,12 @@ def learned(
 
     Args:
         casts_of: traces the graph, and says which of the candidates it casts and whether it trains.
-        weights: the option, ``"cached"``, ``"constant"`` or ``"reused"``.
-        experts: see :func:`candidates`.
+        weights, experts: see :func:`candidates`.
     """
-    frozen, promised = weights != "reused" and may_train(example_inputs), weights == "constant"
-    found = casts_of(candidates(example_inputs, experts, frozen, promised))
+    frozen = weights != "reused" and may_train(example_inputs)
+    found = casts_of(candidates(example_inputs, weights, experts, frozen))
     # in inference all weights last
-    return (
-        found if found[1] or not frozen else casts_of(candidates(example_inputs, experts, promised=promised))
-    )
+    return found if found[1] or not frozen else casts_of(candidates(example_inputs, weights, experts))
 
 
 def extended(
@@ -157,21 +162,21 @@ def dtype_of(form: ScaleFormat | CastFormat) -> torch.dtype:
 
 
 def wrapped(
-    compiled: Callable[..., Any], inputs: WeightInputs, training: bool, last: bool, promised: bool = False
+    compiled: Callable[..., Any], inputs: WeightInputs, training: bool, last: bool
 ) -> Callable[..., Any]:
     """A compiled graph with further inputs, as Dynamo calls it: with its own.
 
     Args:
         last: whether copies last from call to call, or for a block of :func:`f8fx.reuse_weights`.
-        promised: see :func:`candidates`.
     """
+    promised = inputs.promised
     fetch = partial(kept.cached, promised=promised) if last else kept.reused
     places = [(copies.place.positions, copies.place.dim, copies.formats) for copies in inputs.copies]
     every = [position for positions, _, _ in places for position in positions]
     call = LastCall(promised) if last and not training else None
 
     def run(*args: Any) -> Any:
-        given = {position: _part(args[position]) for position in every} if promised else args
+        given = {position: _watched_part(args[position]) for position in every} if promised else args
         parameters = [given[position] for position in every]
         wanted = (
             ([given[position] for position in positions], dim, forms) for positions, dim, forms in places
@@ -189,11 +194,11 @@ def wrapped(
     return run
 
 
-def _part(parameter: Any) -> Any:
-    """What this process has of a parameter: of a DTensor its part, which is watched for it."""
+def _watched_part(parameter: Any) -> Any:
+    """What this process has of a parameter: of a DTensor its part, whose watch learns what was written to the whole."""
     part = local_part(parameter)
     if part is not parameter and not is_fake(part):
-        watch_of(part).is_of(parameter)
+        watch_of(part).note_whole(parameter)
     return part
 
 

@@ -24,8 +24,8 @@ Most calls of an inference graph find at once that nothing at all has changed (:
 
 What no signal tells is listed at :func:`refresh_weights`. Where a parameter is known to be written
 behind all of these (:func:`f8fx.weights.copies.refusal`), it is cast at each call; with ``weights="constant"`` it is kept on the
-user's promise. So is a DTensor there, of which this rank's part is what is cast and watched: the part's own version tells of
-writes to it, that of the DTensor of others, and neither of ``torch._foreach_*`` functions and ``.data``.
+user's promise. So is a DTensor there, of which this rank's part is what is cast and watched: versions of the part and of the
+DTensor tell of some writes, but not of those of ``torch._foreach_*`` functions, and each alias has a part with a version of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def refresh_weights(model: nn.Module | Iterable[nn.Module | Tensor] | None = Non
     * by replaying a CUDA graph that holds an optimizer step;
     * by an optimizer that is not derived from ``torch.optim.Optimizer`` and writes memory in one of these ways, if
       no training graph compiled with this option ran before it;
-    * of a DTensor (``weights="constant"``): through ``p.data``, or by ``torch._foreach_*`` functions outside of an optimizer;
+    * with ``weights="constant"``: of a DTensor by ``torch.distributed.checkpoint.load``, through ``p.data`` or a part of an alias
+      (``p.detach().to_local()``), or by ``torch._foreach_*`` functions outside of an optimizer; whatever writes to a
+      parameter that was made under ``torch.inference_mode``;
     * by calling a fused optimizer kernel (``torch._fused_adamw_``, ``torch.optim.adamw.adamw(fused=True)``) oneself;
     * under ``torch.autograd._unsafe_preserve_version_counter``, which hides writes of every kind.
 
@@ -151,7 +153,7 @@ def cached(wanted: Iterable[Wanted], training: bool = False, promised: bool = Fa
 
     Args:
         training: a graph takes them that may keep them for its backward.
-        promised: also of those of which not every write can be noticed.
+        promised: see :func:`f8fx.weights.copies.refusal`.
     """
     return _cached(wanted, training, promised)[0]
 
@@ -172,11 +174,10 @@ def _cached(wanted: Iterable[Wanted], training: bool, promised: bool) -> tuple[l
     last = True
     for parameters, dim, formats in wanted:
         watches = tuple(map(watch_of, parameters))
-        copies = watches[0].copies.get((dim, watches))
+        copies = watches[0].copies.get((dim, watches, promised))
         if copies is None:
-            copies = _keep(watches, dim)
+            copies = _keep(watches, dim, promised)
         copies.trains |= training
-        copies.promised |= promised
         result += copies.get(parameters, watches, formats, _stream(parameters[0], streams))
         last &= copies.state is not None
     return result, last
@@ -226,10 +227,11 @@ class _Scope:
 _SCOPES: list[_Scope] = []
 
 
-def _keep(watches: tuple[Watch, ...], dim: int) -> Copies:
+def _keep(watches: tuple[Watch, ...], dim: int, promised: bool) -> Copies:
     """Where copies of these parameters are kept."""
     with LOCK:
-        copies = watches[0].copies.setdefault((dim, watches), Copies(dim, in_place=True))
+        new = Copies(dim, in_place=True, promised=promised)
+        copies = watches[0].copies.setdefault((dim, watches, promised), new)
         for watch in watches:
             watch.keepers.add(watches[0])
     return copies

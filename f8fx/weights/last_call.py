@@ -51,7 +51,7 @@ class LastCall:
     """The copies that one graph was given at its last calls: one for each layer, where layers share a graph.
 
     Args:
-        promised: weights of which PyTorch counts no changes have none.
+        promised: see :func:`f8fx.weights.copies.refusal`.
     """
 
     def __init__(self, promised: bool = False) -> None:

@@ -37,8 +37,9 @@ class Watch:
                 _forget(key, self_reference())
 
         self.reference = weakref.ref(parameter, gone)
-        #: of it and of those that are cast with it, by the dimension along which they stand side by side; kept by the first
-        self.copies: dict[tuple[int, tuple[Watch, ...]], Any] = {}
+        #: of it and of those that are cast with it, by the dimension along which they stand side by side, and whether there is a
+        #: promise (:func:`f8fx.weights.copies.refusal`); kept by the first
+        self.copies: dict[tuple[int, tuple[Watch, ...], bool], Any] = {}
         #: those that keep copies in which it has a part
         self.keepers: set[Watch] = set()
         #: the last read of ``.data``, optimizer step or refresh
@@ -50,15 +51,15 @@ class Watch:
         self.alias: Tensor | None = None
         self.sources: tuple[Tensor, ...] = ()
         self.source_memory: int | None = None
-        # of a DTensor whose part it is on this rank, which counts what is written through it
-        self.whole_version: int | None = None
+        # the DTensor that it was last read as a part of, and how often that was written to
+        self.whole: tuple[int, int] | None = None
 
     def state(self, parameter: Tensor, inference: bool, promised: bool = False) -> Any:
         """Equal at two times only if nothing is known to have changed between them; ``None``: not known.
 
         Args:
             inference: whether a training graph that ran is a sign of change. Not between microbatches.
-            promised: nothing is written where no version is counted.
+            promised: see :func:`f8fx.weights.copies.refusal`.
         """
         if (parameter.is_inference() and not promised) or not _SIGNALS.are_there() or _is_stepped(parameter):
             return None
@@ -77,11 +78,11 @@ class Watch:
         # frozen again, it may have been written to in between; by others' training it is not
         return (_STEPS, self.trained, "frozen") if self.trained else None
 
-    def is_of(self, whole: Tensor) -> None:
-        """Notes of which DTensor it is a part: what is written through that may have changed it."""
-        version = version_of(whole)
-        if self.whole_version != version:
-            self.whole_version = version
+    def note_whole(self, whole: Tensor) -> None:
+        """Notes which DTensor it is read as a part of: what was written to that may have changed it."""
+        state = id(whole), version_of(whole)
+        if self.whole != state:
+            self.whole = state
             self.changed()
 
     def changed(self) -> None:
@@ -111,7 +112,7 @@ class Watch:
         return any(
             copies.devices - {device}
             for keeper in self.keepers
-            for (_, watches), copies in keeper.copies.items()
+            for (_, watches, _), copies in keeper.copies.items()
             if self in watches
         )
 
