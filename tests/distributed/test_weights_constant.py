@@ -102,14 +102,8 @@ def reloaded(assign: bool) -> Change:
     return change
 
 
-def cast_and_back(model: nn.Module, _: object) -> None:
-    gc.collect()  # of graphs that were traced, which refer to the weights: torch swaps none of those
-    model.double().bfloat16()
-
-
-#: In this order: the last ones put other parameters in the place of those that others write to.
+#: The last one puts other parameters in the place of those that others write to.
 SEEN = {
-    "cast and back": cast_and_back,
     "in place": in_place(lambda w: w.mul_(2)),
     "copied": in_place(lambda w: w.copy_(w * 2)),
     "through a view": in_place(lambda w: w.detach()[:16].mul_(2)),
@@ -133,7 +127,29 @@ def check_what_is_seen():
         change(model, call)
         after = infer(call, x)
         assert torch.equal(after, infer(dynamic, x)), name
-        assert torch.equal(after, before) == (name == "cast and back"), name
+        assert not torch.equal(after, before), name
+
+
+def check_a_model_that_is_cast_and_back():
+    """Which torch does by swapping the parameters with others, if nothing refers to them weakly.
+
+    Graphs that were traced do, as long as they are not collected; what torch 2.15 keeps of them for a backend that is not called by
+    its name does so, too.
+    """
+    model, x = given()
+    torch._dynamo.reset()
+    options = {"select": "all", "executor": "eager", "weights": "constant"}
+    call = torch.compile(model, backend="f8fx", options=options)
+    with recording() as reports:
+        for _ in range(2):
+            infer(call, x)
+    assert [report.reused_weights for report in reports] == [4]
+    before = infer(call, x)
+    gc.collect()
+    model.double().bfloat16()
+    assert torch.equal(infer(call, x), before)
+    in_place(lambda w: w.mul_(2))(model, call)
+    assert not torch.equal(infer(call, x), before)
 
 
 def load_checkpoint(model: nn.Module, _: object) -> None:
@@ -259,6 +275,7 @@ def check_generate_of_transformers():
 
 CHECKS = checks_of(
     dict(globals()),
+    check_a_model_that_is_cast_and_back,
     check_frozen_weights_in_training,
     check_gathered_weights_stay_in_the_graph,
     check_two_wholes_of_one_part,
