@@ -14,18 +14,13 @@ from torch import fx
 
 from f8fx.hardware import ALIGNMENT
 
-from .left import BATCHED_GRADIENT, BATCHED_WEIGHT_GRADIENT
+from .batched import is_of_each
 from .operand import repeated_matrix
 from .parameters import expanded_parameter
 from .rewrite import Inserter
 from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
-
-
-def is_of_each(operand: fx.Node, parameter: fx.Node) -> bool:
-    """Whether an operand of a batched matmul is all of a parameter's elements: no matrix is expanded over the batch."""
-    return is_same(parameter.meta["val"].numel(), operand.meta["val"].numel())
 
 
 def is_of_experts(bmm: fx.Node, weights: Collection[fx.Node]) -> bool:
@@ -49,11 +44,6 @@ def is_of_experts(bmm: fx.Node, weights: Collection[fx.Node]) -> bool:
         and (value.is_contiguous() or value.mT.is_contiguous())
         and not is_same(shape_of(rows)[1], 0)
     )
-
-
-def why_gradient_is_left(bmm: fx.Node) -> str:
-    """Why the gradient of a batched matmul's weight is left, where another matmul stands in the place of that, or did."""
-    return BATCHED_WEIGHT_GRADIENT if repeated_matrix(bmm.args[1]) is None else BATCHED_GRADIENT  # type: ignore[arg-type]
 
 
 def ends_of_rows(insert: Inserter, rows: fx.Node) -> fx.Node:

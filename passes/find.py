@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
@@ -35,10 +34,9 @@ from f8fx.recipe import OperandKind, Role
 from f8fx.report import dtype_name
 from f8fx.torch_private import overwritten_inputs, statically_true
 
-from . import fqn
+from . import batched, fqn
 from .activations import Activations, is_added_to_norms
 from .backward import depending_on_tangents
-from .batched_experts import is_of_each, why_gradient_is_left
 from .choice import EMPTY
 from .elements import CASTS, input_of, is_part_of, is_part_of_input, stays_on_device
 from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
@@ -48,7 +46,6 @@ from .layers import Layers, distributed
 from .left import (
     BATCHED,
     BATCHED_GRADIENT,
-    BATCHED_MATRIX,
     BATCHED_WEIGHT,
     BATCHED_WEIGHT_GRADIENT,
     DISTANCES,
@@ -57,9 +54,9 @@ from .left import (
     LEFT,
     LEFT_OPERAND,
 )
-from .matmuls import GEMMS, first_shape, is_fused, is_matrix, operands_of, sizes_of
+from .matmuls import GEMMS, first_shape, is_fused, operands_of, sizes_of
 from .operand import repeated_matrix, trace
-from .parameters import expanded_parameter, is_repeated, of_parameters
+from .parameters import is_repeated, of_parameters
 from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
@@ -146,7 +143,7 @@ class _Walk:
                 continue
             if node in self.done:
                 if node.target is aten.bmm.default:
-                    self.batched[node.meta.get("seq_nr", -1)] = why_gradient_is_left(node)
+                    self.batched[node.meta.get("seq_nr", -1)] = batched.why_gradient_is_left(node)
             elif node in self.layers:
                 self._left_layer(self.layers[node])
             elif node.target is GROUPED_MM and self.experts:
@@ -262,7 +259,7 @@ class _Walk:
             assert found is not None
             matrix = self._through_cast(self._trace(found[0]))
             self.known.add(matrix.node, gemm, "weight")
-        self.batched[gemm.node.meta.get("seq_nr", -1)] = why_gradient_is_left(gemm.node)
+        self.batched[gemm.node.meta.get("seq_nr", -1)] = batched.why_gradient_is_left(gemm.node)
 
     def _is_the_weight(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether the left operand is, and not the right one."""
@@ -291,24 +288,10 @@ class _Walk:
         layer = node.meta.get("seq_nr")
         if layer in self.batched and self._is_backward(node):
             return self.batched[layer]
-        sides: Any = node.args[-2:]  # of bmm and of baddbmm
-        parameters, is_batch = self._parameters(node), not is_same(shape_of(node)[0], 1)
-        # one matrix is expanded; several that stand below each other in one parameter are not
-        of_each = (is_batch and any(is_of_each(side, found) for side in sides) for found in parameters)
-        if any(not is_matrix(found) for found in parameters) or any(of_each):
-            reason = BATCHED_WEIGHT
-        elif parameters or (is_batch and any(map(repeated_matrix, sides))):
-            reason = BATCHED_MATRIX
-        else:
-            reason = BATCHED
+        reason = batched.why_left(node, self.of_parameters.weights)
         if layer is not None:
             self.batched[layer] = reason
         return reason
-
-    def _parameters(self, batched: fx.Node) -> list[fx.Node]:
-        """What a batched matmul reads of weights."""
-        weights, sides = self.of_parameters.weights, batched.args[-2:]  # of bmm and of baddbmm
-        return [found for side in sides if (found := expanded_parameter(side, weights)) is not None]  # type: ignore[arg-type]
 
     def _is_backward(self, node: fx.Node) -> bool:
         if node in self.backward:
@@ -398,7 +381,7 @@ class _Walk:
             m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
             k = shape_of(node.args[LEFT_OPERAND.get(node.target, 0)])[-1]  # type: ignore[index,arg-type]
         role: Role = "grad_input" if self._is_backward(node) else "output"
-        no_weight = reason == BATCHED_WEIGHT and not self._parameters(node)
+        no_weight = reason == BATCHED_WEIGHT and not batched.parameters_of(node, self.of_parameters.weights)
         of_experts = node.target is GROUPED_MM and contracts_rows(node)
         if reason in (BATCHED_GRADIENT, BATCHED_WEIGHT_GRADIENT) or (
             role == "grad_input" and (no_weight or of_experts)

@@ -542,6 +542,25 @@ def test_weights_that_cannot_be_watched_are_kept_on_a_promise(made):
         assert torch.equal(f8(x), dynamic(x)) and not torch.equal(f8(x), wanted)
 
 
+@pytest.mark.parametrize("written", ["assigned", "set", "cast and back"])
+def test_what_is_noticed_of_weights_made_in_inference_mode(written):
+    model, x = nn.Linear(32, 48, bias=False, dtype=bf16), x16()
+    model.weight = in_inference_mode()
+    f8, dynamic = (compiled(model, weights=w) for w in ("constant", "dynamic"))
+    with torch.inference_mode():
+        for _ in range(2):
+            before = (dynamic(x), f8(x))[1]
+        if written == "assigned":
+            model.load_state_dict({"weight": model.weight * 2}, assign=True)
+        elif written == "set":
+            model.weight.data = model.weight * 2
+        else:
+            model.double().bfloat16()
+        after = f8(x)
+        assert torch.equal(after, dynamic(x))
+        assert torch.equal(after, before) == (written == "cast and back")
+
+
 def test_a_promise_is_that_of_the_function_it_was_given_for():
     """Another one of the same weights, which come to be shared with other processes, casts them in each call."""
     model, x = Net().requires_grad_(False), x16()

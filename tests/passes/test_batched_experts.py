@@ -190,12 +190,11 @@ def test_one_matrix_for_all_is_one_matmul():
 @pytest.mark.parametrize("role", ["output", "grad_input"])
 def test_one_of_a_layer_is_converted(role):
     """The other one stays a batched matmul, with its reason."""
-    keep = {role: getattr(PRESETS["rowwise"], role)}
     other = "grad_input" if role == "output" else "output"
     recipe = replace(PRESETS["rowwise"], name="mine", **{other: None})
     x = randn(4, 24, 32)
     report = report_of(lambda x: torch.bmm(x, MATRICES), x, recipe=recipe, experts="convert")
-    assert keep and [d.role for d in report.decisions if d.converted] == [role]
+    assert [d.role for d in report.decisions if d.converted] == [role]
     left = {d.role: d.reason for d in report.decisions if not d.converted}
     assert set(left) == {other, "grad_weight"} and left["grad_weight"] == GRADIENT
     step = compiled(lambda x: torch.bmm(x, MATRICES), recipe=recipe, experts="convert")
@@ -274,9 +273,8 @@ def test_layers_of_one_input_share_its_cast_and_its_rows_ends():
     assert text.count("= arange(") == text.count("amax(view, 1)") == 1
 
 
-def test_a_parameter_that_is_written_in_the_graph():
-    """The backward reads what it was."""
-    w = weight(4, 32, 64)
+def test_a_parameter_that_is_written_behind_its_matmul():
+    w, x = weight(4, 32, 64), randn(4, 24, 32)
 
     def step(x, w):
         y = torch.bmm(x, w)
@@ -284,10 +282,6 @@ def test_a_parameter_that_is_written_in_the_graph():
             w.mul_(-1)
         return y
 
-    x, grad = randn(4, 24, 32), randn(4, 24, 64, grad=False, seed=3)
-    want = torch.autograd.grad(torch.bmm(x, w), x, grad)[0]
-    got = compiled(layer, **OPTIONS)(x, w)
-    assert sqnr(want, torch.autograd.grad(got, x, grad)[0]) > 20
     with torch.no_grad():
         before = w.clone()
         assert sqnr(torch.bmm(x, before), compiled(step, **OPTIONS)(x, w)) > 20
