@@ -1,7 +1,7 @@
 """The SwiGLU experts of four mixtures, 8192 tokens: time, peak memory, bytes saved for backward.
 
-``python -m benchmarks.experts``. bf16, torchao (its prototype for grouped matmuls, rowwise) and f8fx with
-``experts="convert"`` from the same weights, forward and backward. Rows are sorted by expert, as routing leaves them, and
+``python -m benchmarks.experts``. bf16, torchao (its prototype for grouped matmuls, rowwise, the gradients of weights among them) and
+f8fx with the option that ``--experts`` names, from the same weights, forward and backward. Rows are sorted by expert, as routing leaves them, and
 their numbers are uneven; torchao wants multiples of 16, so all get those. Llama 4's experts each get all tokens, in batched matmuls
 (Transformers multiplies those of no expert by zero), of which torchao has none. ``--quick`` leaves out torchao, whose kernels are
 tuned for minutes.
@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from f8fx.passes.experts import Experts as Option
 
 from . import common, running, variants
 from .common import Row
@@ -26,7 +28,6 @@ from .llama_block import CASE, grids, memory_of
 NAME = "experts"
 TOKENS = 8192
 RECIPES = ("rowwise", "rowwise_with_gw_hp")
-_OPTIONS = {"experts": "convert"}
 _GROUP = 16
 
 
@@ -144,11 +145,14 @@ def measure(
     tokens: int = TOKENS,
     seconds: float = 2.0,
     without: Collection[str] = (),
+    experts: Option = "convert",
 ) -> Row:
     """Times all versions, then looks at the memory of each; those in ``without`` are left out."""
     module, x, grad = experts_of((MODELS | _TINY)[model], device, tokens)
     smoke = x.device.type == "cpu"
-    found = variants.compare(module, x, grad, recipe, smoke, seconds, _OPTIONS, to_torchao, without)
+    found = variants.compare(
+        module, x, grad, recipe, smoke, seconds, {"experts": experts}, to_torchao, without
+    )
     memory = {name: memory_of(variant) for name, variant in found.variants.items()} if not smoke else {}
     return {**found.row(), "memory": memory, "tokens": tokens, "clocks": common.clocks()}
 
@@ -159,22 +163,25 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = common.parser(__doc__, smoke=True, ahead=True).parse_args(argv)
+    parser = common.parser(__doc__, smoke=True, ahead=True)
+    choices = get_args(Option)[1:]
+    parser.add_argument("--experts", choices=choices, default=choices[0], help="f8fx's option (%(default)s)")
+    args = parser.parse_args(argv)
     if args.cpu_smoke:
-        return smoke()
+        return smoke(args.experts)
     without = ["torchao"] if args.quick else []
-    settings = {"tokens": TOKENS, "without": without}
-    call = functools.partial(measure, without=without)
+    settings = {"tokens": TOKENS, "without": without, "experts": args.experts}
+    call = functools.partial(measure, without=without, experts=args.experts)
     return running.run(args, NAME, cases(args.quick), call, summary, grids, settings, print_verdicts)
 
 
-def smoke() -> int:
+def smoke(experts: Option) -> int:
     """Runs tiny experts on CPU; times mean nothing and are not kept."""
     torch.set_num_threads(1)
     rows = []
     for model, recipe in itertools.product(_TINY, RECIPES):
         case: dict[str, Any] = {"model": model, "recipe": recipe, "checkpointing": False}
-        rows.append({**case, **measure(**case, device="cpu", tokens=32, seconds=0.0)})
+        rows.append({**case, **measure(**case, device="cpu", tokens=32, seconds=0.0, experts=experts)})
     return common.end_smoke(rows, grids({"rows": rows}))
 
 

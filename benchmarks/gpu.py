@@ -111,7 +111,7 @@ PARTS = (
     _benchmark("linear_sweep", 50, 30, ahead=3),
     _benchmark("kernels", 25, 25, ahead=1),
     _benchmark("inference", 30, 30, ahead=2),
-    _benchmark("experts", 20, 20, ahead=1),
+    _benchmark("experts", 20, 20, "--experts", "with_grad_weight", ahead=1),
     _benchmark("train_1b", 55, 55),
     _benchmark("compile_time", 20, 20, "--repeats", "1"),
     Part("calibrate", ("benchmarks.calibrate",), 10, 5, keeps=False),

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from f8fx.kernels import cast as definition
-from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, launch, row_cast, row_cast_columns
+from f8fx.kernels import (
+    cast_transpose,
+    column_scale,
+    computed_amaxes,
+    groups,
+    launch,
+    row_cast,
+    row_cast_columns,
+)
 from f8fx.torch_private import jit_function, tuned
 
 from . import common, running
@@ -169,6 +177,40 @@ def _amaxes(xs: Sources, name: str) -> list[Version]:
     return [functools.partial(compiled, x) for x in xs]
 
 
+def _ends_of_groups(x: Tensor) -> Tensor:
+    """Those of eight groups of as many rows, a multiple of 16."""
+    return torch.arange(1, 9, dtype=torch.int32, device=x.device) * (x.shape[0] // 8)
+
+
+def _groups(xs: Sources, name: str) -> list[Version]:
+    """Amaxes, scales and transposed copy of the columns of groups of rows, which are read twice."""
+    ends = _ends_of_groups(xs[0])
+    padded = groups.padded_ends(ends)
+    amax, cast = groups.amax, groups.quantize
+    if name in _CLAMP and launch.why_not(xs[0], FP8) is None:
+        tile = groups.TILES[0]
+        if name == "tuned":
+            tile = groups.TILES[-1]
+        amax, cast = (
+            functools.partial(f, tile=tile)  # type: ignore[assignment]
+            for f in (groups.amax_groups, groups.quantize_groups)
+        )
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        if (
+            name == "torchao" and x.device.type == "cuda"
+        ):  # it has a kernel alone; a smoke runs the definition
+            from torchao.prototype.moe_training.kernels import triton_fp8_per_group_colwise_scales
+
+            data, scale = triton_fp8_per_group_colwise_scales(x, ends, FP8)
+            return data.t(), scale
+        scale = definition.scale(amax(x, ends), FP8, False)
+        return cast(x, scale, ends, padded, FP8)[:, : x.shape[0]], scale.view(-1)
+
+    run = _compiled(function, xs[0].device) if name == "inductor" else function
+    return [functools.partial(run, x) for x in xs]
+
+
 #: By name: what it is, and float8 copies it writes.
 KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
     "cast": (lambda xs, name: _copies(xs, name, None, None, False), 1),
@@ -178,6 +220,7 @@ KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
     "row amax + cast, column amax": (_rows_and_columns, 1),
     "column scale": (_columns, 0),
     "row amax, column amax": (_amaxes, 0),
+    "columns of groups": (_groups, 1),
 }
 #: Versions that a kernel does not have: nothing is tuned there, or there is nothing to clamp.
 _ABSENT = {
@@ -185,6 +228,7 @@ _ABSENT = {
     "row amax + cast, column amax": ("tuned", "unclamped", "torchao"),
     "column scale": ("tuned", "unclamped"),
     "row amax, column amax": ("unclamped", "torchao"),
+    "columns of groups": ("unclamped",),
 }
 
 
@@ -239,6 +283,11 @@ def _wanted(x: Tensor, kernel: str) -> Any:
         return row_cast_columns.reference([x], dtype=FP8)
     if kernel == "row amax, column amax":
         return computed_amaxes.reference([x], 1)
+    if kernel == "columns of groups":
+        ends = _ends_of_groups(x)
+        scale = definition.scale(groups.amax(x, ends), FP8, False)
+        copy = groups.quantize(x, scale, ends, groups.padded_ends(ends), FP8)
+        return copy[:, : x.shape[0]], scale.view(-1)
     if kernel == "row amax + cast":
         return row_cast.reference(x, dtype=FP8)
     dims = (1, 0) if "rowwise" in kernel else (None, None)

@@ -16,6 +16,7 @@ next safer form, until one passes:
  ``transpose``  transposed copies, and both copies at once            ``realized``, ``definition``
  ``reduction``  amaxes over the tensor, rows, columns, with casts     ``separate``, ``definition``
  ``one read``   :mod:`kernels.row_cast_columns`, ``computed_amaxes``  ``composed``
+ ``groups``     :mod:`kernels.groups`                                 ``definition``
 =============  ====================================================  ==========================================
 
 ``realized`` writes the source to memory in a kernel of its own, so that what computes it does not stand in one
@@ -46,7 +47,7 @@ from torch import Tensor, fx
 
 from .canary_cases import Case, cases, data, special
 from .hardware import of_device
-from .kernel_forms import FORMS, TRYING, VERDICTS, Form, Verdict, numbered
+from .kernel_forms import FORMS, NOT_EVERYWHERE, TRYING, VERDICTS, Form, Verdict, numbered
 from .lowerings import register
 from .records import load_json, store_json
 from .sources import source_hash
@@ -83,13 +84,17 @@ def check(device: torch.device, compile_fx: CompileFx | None = None) -> Verdict:
     failures: list[str] = []
     raised = False
     try:
-        types = of_device(device).float8_dtypes
-        functions = cases(device, types["e4m3"], types["e5m2"])
+        hardware = of_device(device)
+        types = hardware.float8_dtypes
+        functions = cases(device, types["e4m3"], types["e5m2"], hardware.grouped_gemm)
         for kind, forms in FORMS.items():
+            own = [case for case in functions if case.kind == kind and _runs(case, device)]
+            if not own:
+                continue  # there are no kernels of it
             chosen[kind] = forms[-1]
             for form in forms[:-1]:
                 with _trying(device, {**chosen, kind: form}):
-                    wrong = _first_failure([c for c in functions if c.kind == kind], device, compile_fx)
+                    wrong = _first_failure(own, device, compile_fx)
                 if wrong is None:
                     chosen[kind] = form
                     break
@@ -112,7 +117,7 @@ class _Raised(str):
 def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: CompileFx) -> str | None:
     """What is wrong with the first function that does not give the bytes of its definition."""
     for case in functions:
-        if case.gpu_only and device.type != "cuda":
+        if not _runs(case, device):
             continue
         try:
             output = _first_difference(case, device, compile_fx)
@@ -123,6 +128,10 @@ def _first_failure(functions: Iterable[Case], device: torch.device, compile_fx: 
         if output is not None:
             return f"output {output} of {case.name!r} differs from its definition"
     return None
+
+
+def _runs(case: Case, device: torch.device) -> bool:
+    return device.type == "cuda" or not case.gpu_only
 
 
 def _first_difference(case: Case, device: torch.device, compile_fx: CompileFx) -> int | None:
@@ -257,7 +266,9 @@ def _path(device: torch.device) -> Path:
 
 def _load(device: torch.device) -> Verdict | None:
     def parse(found: Any) -> Verdict | None:
-        known = all(found["forms"].get(kind) in forms for kind, forms in FORMS.items())
+        checked = found["forms"]
+        known = FORMS.keys() - NOT_EVERYWHERE <= checked.keys() <= FORMS.keys()
+        known = known and all(form in FORMS[kind] for kind, form in checked.items())
         return Verdict(found["device"], found["forms"], tuple(found["failures"])) if known else None
 
     return load_json(_path(device), parse)

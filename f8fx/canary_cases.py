@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 
-Kind = Literal["cast", "transpose", "reduction", "one read"]
+Kind = Literal["cast", "transpose", "reduction", "one read", "groups"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -43,8 +43,10 @@ class Case:
     gpu_only: bool = False
 
 
-def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[Case, ...]:
-    """The functions, for the float8 types of a device.
+def cases(
+    device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype, grouped_gemm: bool = True
+) -> tuple[Case, ...]:
+    """The functions, for the float8 types of a device and, if it has a gemm that reads them, groups.
 
     On GPUs stores are checked with float32 sources too, which weights under autocast and FSDP2 are: how a
     tile is spread over threads, and so how it is turned, depends on the widths of both.
@@ -113,6 +115,19 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         found = ops.amax_both(side_by_side, [aten.mul.Tensor(aten.neg.default(x), 2.0)], [ones])
         return found[0], found[1], found[2], found[3]
 
+    def groups(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        rows = x.shape[0]
+        # of three groups the second has no rows, and the last rows are of none
+        offsets = aten.cat.default(
+            [
+                aten.full.default([1], end, dtype=torch.int32, device=device)
+                for end in (rows // 3, rows // 3, rows - 5)
+            ]
+        )
+        scale = ops.scale(ops.amax_groups(x, offsets), dtype=e4m3, power_of_2=True)
+        ends = ops.padded_ends(offsets)
+        return scale, ends, ops.quantize_groups(x, scale, offsets, ends, dtype=e4m3)
+
     stores = (
         Case("cast", "cast", cast, (20, 33), (520, 777)),
         Case("transposed cast", "transpose", transposed, (20, 33), (520, 777)),
@@ -121,6 +136,7 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
     wide = [
         replace(case, name=f"{case.name} of float32", dtype=torch.float32, gpu_only=True) for case in stores
     ]
+    of_groups = Case("columns of groups of rows", "groups", groups, (33, 20), (777, 520), gpu_only=True)
     return (
         *stores,
         *wide,
@@ -131,6 +147,7 @@ def cases(device: torch.device, e4m3: torch.dtype, e5m2: torch.dtype) -> tuple[C
         Case("row amax and column sum", "reduction", mixed, (33, 20), (16400, 325)),
         Case("row cast and column amax", "one read", one_read, (33, 20), (777, 520)),
         Case("amaxes of a computed tensor", "one read", computed, (33, 20), (777, 520)),
+        *([of_groups] if grouped_gemm else []),
     )
 
 

@@ -16,7 +16,9 @@ with one change: a GPU takes time to fill, so both the tile grid and the k loop 
 ``fill`` waves of idle tiles stand for wave quantisation and saturation, ``k_fill`` for the prologue and
 epilogue of each tile. Both are smooth, where real wave quantisation is a staircase, so that verdicts do
 not flicker with M. No split-k is modelled. A grouped gemm reads every expert's matrix, and half of the last tile of each
-expert's rows is idle: ``experts k n`` for ``k n``, ``m + experts TILE_ROWS / 2`` for the ``m`` that is computed.
+expert's rows is idle: ``experts k n`` for ``k n``, ``m + experts TILE_ROWS / 2`` for the ``m`` that is computed. One that sums
+over the rows of each, k, writes a matrix for each, ``experts m n`` for ``m n``, and has the prologue of a tile, and half of one
+step over k idle, for each: ``k + experts (k_fill + STEP / 2)`` for ``k + k_fill``.
 
 **Rescale**: where a rowwise gemm without fast accumulation does not scale its accumulator (``rescales``), its bfloat16
 result is multiplied by the scales in a kernel of its own: 2 bytes read and 2 written per element. Where it does, ``compute``
@@ -50,6 +52,7 @@ from f8fx.recipe import ROLE_OPERANDS, ROLES, OperandKind, Recipe, Role
 M, K, N = sympy.symbols("M K N", positive=True)
 
 TILE_ROWS = 128  #: rows of that tile
+STEP = 64  #: of k, that such a tile advances by at least
 TILE = TILE_ROWS * 256  #: elements of the output tile one multiprocessor works on (cuBLAS, CUTLASS on Hopper)
 MAX_M = 1 << 20  #: the largest M that is looked at for a threshold
 
@@ -100,7 +103,13 @@ _Scaling = Literal["free", "after", "exact"]
 
 
 def _gemm(
-    hw: Hardware, c: Calibration, float8: bool, scaling: _Scaling, itemsize: int, experts: int = 0
+    hw: Hardware,
+    c: Calibration,
+    float8: bool,
+    scaling: _Scaling,
+    itemsize: int,
+    experts: int = 0,
+    sums_groups: bool = False,
 ) -> sympy.Expr:
     """Seconds of a gemm [M, K] x [K, N]; see the module's docstring."""
     if not float8:
@@ -110,9 +119,13 @@ def _gemm(
     else:
         return sympy.oo
     bandwidth = hw.memory_bandwidth * c.memory_efficiency
-    rows = M + experts * (TILE_ROWS // 2)
-    compute = 2 * (rows * N + c.fill * hw.sms * TILE) * (K + k_fill) / (efficiency * flops)
-    memory = (itemsize * (M * K + max(experts, 1) * K * N) + 2 * M * N) / bandwidth
+    rows, depth = M + experts * (TILE_ROWS // 2), K + k_fill
+    read, written = M * K + max(experts, 1) * K * N, M * N
+    if sums_groups:
+        rows, depth = M, K + experts * (k_fill + STEP // 2)
+        read, written = (M + N) * K, experts * M * N
+    compute = 2 * (rows * N + c.fill * hw.sms * TILE) * depth / (efficiency * flops)
+    memory = (itemsize * read + 2 * written) / bandwidth
     if scaling == "exact" and float8 and math.isfinite(c.exact_rowwise_bytes):
         beyond = M * K + K * N - c.exact_rowwise_bytes
         compute *= 1 + sympy.Max(0, beyond) / c.exact_rowwise_double_bytes
@@ -179,6 +192,7 @@ class CostModel:
         rescale: bool = False,
         itemsize: int = 2,
         experts: int = 0,
+        sums_groups: bool = False,
     ) -> float:
         """Seconds of a gemm [m, k] x [k, n] with a bfloat16 result.
 
@@ -190,9 +204,11 @@ class CostModel:
                 (``GemmSpec.scales_after_gemm``).
             experts: each row is multiplied by one of so many matrices [k, n]; 0: there is one. All are read, and of
                 each one's last tile half is idle.
+            sums_groups: k is the rows of so many experts, and is summed for each of them.
         """
+        given = itemsize, experts, sums_groups
         return min(
-            _compiled(_gemm, self.hardware, self.calibration, float8, scaling, itemsize, experts)(m, k, n)
+            _compiled(_gemm, self.hardware, self.calibration, float8, scaling, *given)(m, k, n)
             for scaling in self._scalings(rowwise and rescale)
         )
 

@@ -24,7 +24,10 @@ FORMS: Mapping[Kind, tuple[Form, ...]] = {
     "transpose": ("fused", "realized", "definition"),
     "reduction": ("fused", "separate", "definition"),
     "one read": ("fused", "composed"),
+    "groups": ("fused", "definition"),
 }
+#: Kinds that some devices have no kernels of.
+NOT_EVERYWHERE = frozenset(("groups",))
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Verdict:
 
     Attributes:
         device: its name.
-        forms: the form in which each kind of kernel is compiled.
+        forms: the form in which each kind of kernel that there is for it is compiled.
         failures: what went wrong in the forms that were passed over, in sentences.
         seconds: how long it took; 0 for a verdict from disk.
         lasting: whether it is one on these versions, for other processes, too. A kernel that raised may have done so
@@ -90,7 +93,7 @@ def form(device: torch.device, kind: Kind) -> Form:
     if TRYING.device == device:
         return TRYING.forms.get(kind, "definition")
     verdict = VERDICTS.get(device)
-    return "fused" if verdict is None else verdict.forms[kind]
+    return "fused" if verdict is None else verdict.forms.get(kind, "fused")
 
 
 def candidates(choices: Sequence[Mapping[str, int]]) -> Sequence[Mapping[str, int]]:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from . import ops
+from .group_lowerings import amax_groups, padded_ends, quantize_groups
 from .kernel_forms import guarded
 from .kernel_lowerings import amax_both, column_sums, is_tiled, quantize_rowwise, tiled
 from .recipe import EPS
@@ -58,6 +59,9 @@ def register() -> None:
     register_guarded(ops.quantize, lambda x, scale, **kwargs: _quantize(table, x, scale, **kwargs))
     register_guarded(ops.quantize_both, lambda *args, **kwargs: _quantize_both(table, *args, **kwargs))
     table.register(ops.quantize_rowwise, lambda *args, **kwargs: quantize_rowwise(table, *args, **kwargs))
+    table.register(ops.amax_groups, lambda x, offsets: amax_groups(table, x, offsets))
+    table.register(ops.quantize_groups, lambda *args, **kwargs: quantize_groups(table, *args, **kwargs))
+    table.register(ops.padded_ends, lambda offsets: padded_ends(table, offsets))
     table.register(ops.column_sums, lambda x: column_sums(table, x))
     table.register(ops.amax_both, lambda *tensors: amax_both(table, *tensors))
     table.register(ops.dequantize, lambda *args, **kwargs: _dequantize(table, *args, **kwargs))

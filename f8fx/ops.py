@@ -1,4 +1,4 @@
-"""The intermediate representation: fourteen functional operators in the ``f8fx`` namespace.
+"""The intermediate representation: seventeen functional operators in the ``f8fx`` namespace.
 
 =====================  ====================================================================
 ``amax``               largest magnitude, over the tensor, its rows or its columns
@@ -20,7 +20,11 @@
                        read where they lie
 ``rounded``            the same tensor, with no more digits than its dtype has: a kernel that makes and reads it keeps
                        the float32 it computed with otherwise
-``grouped_mm``         float8 matmul of rows by the matrices of their experts, on devices for which PyTorch has none
+``amax_groups``        largest magnitudes of the columns of each group of rows, of the rows of each expert
+``quantize_groups``    transposed float8 copy of such groups, zeros behind each, so that a gemm can sum over its rows
+``padded_ends``        where the groups end there
+``grouped_mm``         float8 matmul of rows by the matrices of their experts, or the sums over the rows of each that are the
+                       gradients of these, on devices for which PyTorch has none
 =====================  ====================================================================
 
 Graphs rewritten by the passes hold these, ``aten._scaled_mm`` and movement operators, so they are
@@ -40,7 +44,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from f8fx.kernels import cast, cast_transpose, grouped, row_cast_columns
+from f8fx.kernels import cast, cast_transpose, grouped, groups, row_cast_columns
 from f8fx.torch_private import statically_true
 
 _LIB = torch.library.Library("f8fx", "DEF")
@@ -63,6 +67,9 @@ _SCHEMAS = (
     "concat(Tensor[] tensors, int dim) -> Tensor",
     "materialize(Tensor x, *, bool whole=False) -> Tensor",
     "rounded(Tensor x) -> Tensor",
+    "amax_groups(Tensor x, Tensor offsets) -> Tensor",
+    "quantize_groups(Tensor x, Tensor scale, Tensor offsets, Tensor ends, *, ScalarType dtype) -> Tensor",
+    "padded_ends(Tensor offsets) -> Tensor",
     "grouped_mm(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, Tensor offsets, *, "
     "ScalarType dtype) -> Tensor",
 )
@@ -154,6 +161,12 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone()
 
 
+def _quantize_groups(
+    x: Tensor, scale: Tensor, offsets: Tensor, ends: Tensor, *, dtype: torch.dtype
+) -> Tensor:
+    return groups.quantize(x, scale, offsets, ends, dtype)
+
+
 def _grouped_mm(
     left: Tensor,
     right: Tensor,
@@ -180,6 +193,9 @@ for _name, _implementation in (
     ("concat", _concat),
     ("materialize", _materialize),
     ("rounded", _copy),
+    ("amax_groups", groups.amax),
+    ("quantize_groups", _quantize_groups),
+    ("padded_ends", groups.padded_ends),
     ("grouped_mm", _grouped_mm),
 ):
     _LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
@@ -287,9 +303,27 @@ def _(x):
     return torch.empty_like(x)
 
 
+@torch.library.register_fake("f8fx::amax_groups", lib=_LIB)
+def _(x, offsets):
+    _check_2d("amax_groups", x)
+    return x.new_empty((offsets.shape[0], x.shape[1]), dtype=torch.float32)
+
+
+@torch.library.register_fake("f8fx::quantize_groups", lib=_LIB)
+def _(x, scale, offsets, ends, *, dtype):
+    _check_2d("quantize_groups", x)
+    return x.new_empty((x.shape[1], groups.width(x.shape[0], offsets.shape[0])), dtype=dtype)
+
+
+@torch.library.register_fake("f8fx::padded_ends", lib=_LIB)
+def _(offsets):
+    return torch.empty_like(offsets)
+
+
 @torch.library.register_fake("f8fx::grouped_mm", lib=_LIB)
 def _(left, right, left_scale, right_scale, offsets, *, dtype):
-    return left.new_empty((left.shape[0], right.shape[2]), dtype=dtype)
+    experts = offsets.shape if right.dim() == 2 else ()
+    return left.new_empty((*experts, left.shape[0], right.shape[-1]), dtype=dtype)
 
 
 @torch.library.register_fake("f8fx::concat", lib=_LIB)
@@ -315,6 +349,9 @@ relayout = torch.ops.f8fx.relayout.default
 concat = torch.ops.f8fx.concat.default
 materialize = torch.ops.f8fx.materialize.default
 rounded = torch.ops.f8fx.rounded.default
+amax_groups = torch.ops.f8fx.amax_groups.default
+quantize_groups = torch.ops.f8fx.quantize_groups.default
+padded_ends = torch.ops.f8fx.padded_ends.default
 grouped_mm = torch.ops.f8fx.grouped_mm.default
 
 #: Those that read a tensor to make float8 numbers of it.

@@ -16,6 +16,7 @@ from .nearest import did_you_mean
 from .partition import Save
 from .passes import Pipeline
 from .passes.collectives import Wire
+from .passes.experts import Experts
 from .passes.select import FilterFn, Policy
 from .recipe import PRESETS, Recipe
 from .torch_private import inductor_config, inductor_mode_options, inductor_modes, inductor_option_type
@@ -52,7 +53,7 @@ class Options:
             in any case.
         experts: ``"leave"`` leaves the matmuls of mixtures of experts in high precision, grouped ones (``torch._grouped_mm``) and
             batched ones with a weight for each batch; ``"convert"`` treats them as others, but for the gradients of
-            their weights (:mod:`passes.experts`, :mod:`passes.batched_experts`).
+            their weights; ``"with_grad_weight"`` these, too (:mod:`passes.experts`, :mod:`passes.batched_experts`).
         merge: ``"auto"`` runs matmuls that read one input (q, k, v) as one where the cost model says that
             it is faster; ``"never"`` leaves them separate, each with scales of its own.
         rowwise_scales: where rowwise scales are applied when the recipe wants exact accumulation:
@@ -93,7 +94,7 @@ class Options:
     filter_fn: FilterFn | None = None
     pad: Literal["auto", "never"] = "auto"
     activations: Literal["leave", "convert"] = "leave"
-    experts: Literal["leave", "convert"] = "leave"
+    experts: Experts = "leave"
     merge: Literal["auto", "never"] = "auto"
     rowwise_scales: Literal["in_gemm", "torchao"] | None = None
     bias: Literal["torchao", "in_gemm"] = "torchao"
@@ -156,7 +157,7 @@ class Options:
             "debug": self.debug,
             "rowwise_scales": None if scales is None else (lambda device: scales),
             "leave_activations": self.activations == "leave",
-            "experts": self.experts == "convert",
+            "experts": self.experts,
             "merge": self.merge,
             "bias": self.bias,
             "weights_at_once": self.save == "fast",
@@ -299,7 +300,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "filter_fn": _filter_fn,
     "pad": _choice("pad", "auto", "never"),
     "activations": _choice("activations", "leave", "convert"),
-    "experts": _choice("experts", "leave", "convert"),
+    "experts": _choice("experts", "leave", "convert", "with_grad_weight"),
     "merge": _choice("merge", "auto", "never"),
     "rowwise_scales": _choice("rowwise_scales", "in_gemm", "torchao", None),
     "bias": _choice("bias", "torchao", "in_gemm"),

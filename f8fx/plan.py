@@ -51,7 +51,7 @@ class PlannedGemm:
         rescale: whether it accumulates exactly, so that a kernel of its own may apply these
             (:meth:`f8fx.cost.CostModel.gemm_seconds`).
         operands: left and right.
-        experts: see :meth:`f8fx.cost.CostModel.gemm_seconds`.
+        experts, sums_groups: see :meth:`f8fx.cost.CostModel.gemm_seconds`.
         cut_bytes: of its float8 result, where that is copied out of one with padded columns; else 0.
     """
 
@@ -65,6 +65,7 @@ class PlannedGemm:
     operands: tuple[PlannedOperand, PlannedOperand]
     layer: Hashable
     experts: int = 0
+    sums_groups: bool = False
     cut_bytes: int = 0
 
 
@@ -132,8 +133,13 @@ class _Plan:
 
     def _high_seconds(self, gemm: PlannedGemm) -> float:
         """Of a gemm as it is, and of what casts its operands up from float8."""
-        model, experts = self.model, gemm.experts
-        seconds = model.gemm_seconds(gemm.m, gemm.k, gemm.n, False, itemsize=gemm.itemsize, experts=experts)
+        model = self.model
+        seconds = model.gemm_seconds(
+            *(gemm.m, gemm.k, gemm.n, False),
+            itemsize=gemm.itemsize,
+            experts=gemm.experts,
+            sums_groups=gemm.sums_groups,
+        )
         ups = (model.cast_up_seconds(op.rows * op.cols, op.itemsize) for op in gemm.operands if op.stored)
         return seconds + sum(ups)
 
@@ -141,7 +147,9 @@ class _Plan:
         """Of a gemm in float8, without its casts."""
         model, rescale = self.model, gemm.rescale and not gemm.experts
         seconds = model.gemm_seconds(
-            gemm.m, gemm.k, gemm.n, True, gemm.rowwise, rescale, experts=gemm.experts
+            *(gemm.m, gemm.k, gemm.n, True, gemm.rowwise, rescale),
+            experts=gemm.experts,
+            sums_groups=gemm.sums_groups,
         )
         if gemm.cut_bytes:
             seconds += model.copy_seconds(gemm.cut_bytes) + model.hardware.launch_overhead

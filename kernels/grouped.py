@@ -13,13 +13,15 @@ def grouped_mm(
 
     Args:
         left: ``[m, k]``, float8.
-        right: ``[experts, k, n]``, float8.
-        left_scale: ``[m]``, float32: the factors that take the rows back.
-        right_scale: ``[experts, n]``, the same of the matrices' columns.
+        right: ``[experts, k, n]``, float8; or ``[k, n]``: then k is summed expert by expert.
+        left_scale: ``[m]``, float32: the factors that take the rows back; or ``[experts * m]``.
+        right_scale: ``[experts, n]``, the same of the matrices' columns; or ``[experts * n]``.
         offsets: ``[experts]``: where the rows of each expert end. Rows behind the last one give zeros; CUDA leaves
-            them undefined.
-        dtype: of the result ``[m, n]``.
+            them undefined. Or where what is summed of k does.
+        dtype: of the result ``[m, n]``; or ``[experts, m, n]``.
     """
+    if right.dim() == 2:
+        return _sums(left, right, left_scale, right_scale, offsets, dtype)
     result = left.new_zeros((left.shape[0], right.shape[2]), dtype=dtype)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
@@ -28,6 +30,19 @@ def grouped_mm(
             scaled = product * left_scale[start:end, None] * right_scale[expert]
             result[start:end] = scaled.to(dtype)
             start = end
+    return result
+
+
+def _sums(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    sizes = offsets.shape[0], left.shape[0], right.shape[1]
+    result, start = left.new_zeros(sizes, dtype=dtype), 0
+    rows, columns = left_scale.view(sizes[0], -1), right_scale.view(sizes[0], -1)
+    for expert, end in enumerate(offsets.tolist()):
+        product = left[:, start:end].float() @ right[start:end].float()
+        result[expert] = (product * rows[expert, :, None] * columns[expert]).to(dtype)
+        start = end
     return result
 
 

@@ -51,6 +51,7 @@ from .collectives import Collectives, Wire
 from .collector import collector_paused
 from .concatenations import Concatenations
 from .describe import describe
+from .experts import Experts
 from .find import Find, Found
 from .fold import Fold
 from .gemm import Gemm
@@ -113,8 +114,8 @@ class Pipeline:
         weights: parameters that are cast elsewhere, and the inputs through which their copies come.
         constants: what is computed from constants of the graph alone is computed once, not in every call.
         leave_activations: matmuls of two activations stay as they are (:mod:`passes.activations`).
-        experts: grouped matmuls of experts are looked at too (:mod:`passes.experts`), and batched ones
-            (:mod:`passes.batched_experts`).
+        experts: whether grouped matmuls of experts are looked at too (:mod:`passes.experts`), and batched ones
+            (:mod:`passes.batched_experts`), and whether the gradients of their weights are.
         runs: the graph is to run where its tensors are: what that device cannot run is left alone, whatever
             ``hardware`` can.
     """
@@ -137,7 +138,7 @@ class Pipeline:
         constants: bool = False,
         runs: bool = False,
         leave_activations: bool = True,
-        experts: bool = False,
+        experts: Experts = "leave",
     ) -> None:
         self.recipe = recipe
         self.debug = debug

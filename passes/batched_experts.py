@@ -2,7 +2,8 @@
 
 ``bmm(x, w)`` with ``x: [experts, m, k]`` and ``w: [experts, k, n]``, as Llama 4 has it, is a grouped matmul
 (:mod:`passes.experts`) of ``experts * m`` rows of which the next ``m`` belong to the next expert. So is its input gradient.
-PyTorch has no other float8 matmul of batches. The gradient of the weights stays a batched matmul in high precision.
+PyTorch has no other float8 matmul of batches. The gradient of the weights stays a batched matmul in high precision, or, if it is asked
+for, is a grouped one, too.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class Concatenations:
         for conversion in conversions:
             for operand in (conversion.gemm.left, conversion.gemm.right):
                 base = flat_base(operand.node)
-                is_one_matrix = not conversion.gemm.experts or operand.kind != "weight"
+                gemm = conversion.gemm
+                is_one_matrix = not gemm.experts or (operand.kind != "weight" and not gemm.sums_groups)
                 can_part = base.target is aten.cat.default and is_one_matrix
                 side = _side(base, operand.node, overwritten) if can_part else None
                 if side is not None:

@@ -5,8 +5,9 @@ rows sorted by expert, ``offsets`` being where each expert's rows end:
 
 * the layer, ``x`` by ``w``, and its ``grad_input``, the gradient by ``w.mT``: a float8 gemm takes each row with a scale
   of its own, and each expert's matrix with one for every column of the result;
-* ``grad_weight``, where the rows are contracted, expert by expert. A float8 gemm reads 16 of them at once, so that every
-  expert would have to have a multiple of 16, and how many it has is known on the device alone. It stays in high precision.
+* ``grad_weight``, where the rows are contracted, expert by expert. A float8 gemm reads 16 of them at once, and how many an
+  expert has is known on the device alone: both operands are copied with zeros behind the rows of each (:mod:`kernels.groups`). If that
+  is not asked for, it stays in high precision.
 
 Here is only what tells them apart; :mod:`passes.find` collects them, if asked to.
 """
@@ -14,6 +15,7 @@ Here is only what tells them apart; :mod:`passes.find` collects them, if asked t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import fx
@@ -24,6 +26,9 @@ from .operand import permutation
 from .sizes import is_same_shape, shape_of
 
 aten = torch.ops.aten
+
+#: What is done with such layers, and with the batched ones of :mod:`passes.batched_experts`: the option of this name.
+Experts = Literal["leave", "convert", "with_grad_weight"]
 
 GROUPED_MM = aten._grouped_mm.default
 _TURNED = [0, 2, 1]

@@ -39,7 +39,7 @@ from .activations import Activations, is_added_to_norms
 from .backward import depending_on_tangents
 from .choice import EMPTY
 from .elements import CASTS, input_of, is_part_of, is_part_of_input, stays_on_device
-from .experts import GROUPED_MM, contracts_rows, trace_matrices, why_no_layer
+from .experts import GROUPED_MM, Experts, contracts_rows, trace_matrices, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
 from .identity import identity
 from .layers import Layers, distributed
@@ -52,9 +52,8 @@ from .left import (
     GROUPED_ACTIVATIONS,
     GROUPED_MATRIX,
     LEFT,
-    LEFT_OPERAND,
 )
-from .matmuls import GEMMS, first_shape, is_fused, operands_of, sizes_of
+from .matmuls import GEMMS, is_fused, operands_of, seen_sizes, sizes_of
 from .operand import repeated_matrix, trace
 from .parameters import is_repeated, of_parameters
 from .sizes import is_same, shape_of
@@ -82,10 +81,11 @@ class Find:
 
     Args:
         leave_activations: whether those of two activations (:mod:`passes.activations`) are left.
-        experts: whether grouped ones (:mod:`passes.experts`) are collected; else they are left.
+        experts: whether grouped ones are collected, and those that are gradients of weights (:mod:`passes.experts`); else they are
+            left.
     """
 
-    def __init__(self, leave_activations: bool = True, experts: bool = False) -> None:
+    def __init__(self, leave_activations: bool = True, experts: Experts = "leave") -> None:
         self.leave_activations = leave_activations
         self.experts = experts
 
@@ -119,7 +119,7 @@ class _Walk:
         done: Collection[fx.Node],
         layers: Mapping[fx.Node, Gemm],
         leave_activations: bool,
-        experts: bool,
+        experts: Experts,
     ) -> None:
         self.graph = graph
         self.experts = experts
@@ -136,6 +136,8 @@ class _Walk:
         # why matmuls are left, by the number they share with their gradients
         self.batched: dict[int, str] = {}
         self.no_layers: dict[int, str] = {}
+        # batched layers that are left, by the same
+        self.left_experts: dict[int, Gemm] = {}
 
     def run(self) -> Found:
         for node in self.graph.nodes:
@@ -146,7 +148,7 @@ class _Walk:
                     self.batched[node.meta.get("seq_nr", -1)] = batched.why_gradient_is_left(node)
             elif node in self.layers:
                 self._left_layer(self.layers[node])
-            elif node.target is GROUPED_MM and self.experts:
+            elif node.target is GROUPED_MM and self.experts != "leave":
                 self._grouped(node)
             elif node.target in LEFT:
                 self._leave(node, self._why_left(node))
@@ -212,6 +214,9 @@ class _Walk:
         self.known.add(gemm.right.node, gemm, kinds[1])
 
     def _grouped(self, node: fx.Node) -> None:
+        if self.experts == "with_grad_weight" and contracts_rows(node):
+            self._grouped_gradient(node)
+            return
         if reason := why_no_layer(node):
             self._leave(node, reason)
             return
@@ -226,6 +231,7 @@ class _Walk:
             name = fqn.of_node(node)
             gemm = self._gemm(node, "output", name, left, right, ("input", "weight"), node, experts)
             self.known.add(right.node, gemm, "weight")
+            self.known.add(left.node, gemm, "input")
             return
         match = self.known.forward_of(node, right.node)
         if match is None:
@@ -233,6 +239,24 @@ class _Walk:
             return
         name = match[0].fqn or fqn.of_node(node)
         self._gemm(node, "grad_input", name, left, right, ("grad_output", "weight"), match[0].node, experts)
+
+    def _grouped_gradient(self, node: fx.Node) -> None:
+        """Of the weights of experts: one operand is a gradient, the other what their layer reads."""
+        sides = operands_of(node)
+        left, right = (self._trace(side) for side in sides)
+        is_grad = [side in self.backward for side in sides]
+        layer = self.left_experts.get(node.meta.get("seq_nr", -1))
+        if is_grad[0] != is_grad[1]:
+            match = self.known.forward_of(node, (right if is_grad[0] else left).node)
+            layer = match[0] if match is not None else layer
+        if layer is None or not layer.experts:
+            self._leave(node, _NO_FORWARD)
+            return
+        name = layer.fqn or fqn.of_node(node)
+        kinds: tuple[OperandKind, OperandKind] = ("input", "grad_output")
+        if is_grad[0]:
+            kinds = ("grad_output", "input")
+        self._gemm(node, "grad_weight", name, left, right, kinds, layer.node, layer.experts)
 
     def _of_experts(self, matrices: fx.Node) -> fx.Node:
         """The node that stands for all that are the same matrices."""
@@ -254,6 +278,7 @@ class _Walk:
             return
         if gemm.experts:
             self.known.add(self._of_experts(gemm.right.node), gemm, "weight")
+            self.left_experts[gemm.node.meta.get("seq_nr", -1)] = gemm
         else:
             found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
             assert found is not None
@@ -374,12 +399,6 @@ class _Walk:
         return gemm
 
     def _leave(self, node: fx.Node, reason: str) -> None:
-        if node.target in GEMMS:
-            m, k, n = sizes_of(node)
-        else:
-            shape = first_shape(node)
-            m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
-            k = shape_of(node.args[LEFT_OPERAND.get(node.target, 0)])[-1]  # type: ignore[index,arg-type]
         role: Role = "grad_input" if self._is_backward(node) else "output"
         no_weight = reason == BATCHED_WEIGHT and not batched.parameters_of(node, self.of_parameters.weights)
         of_experts = node.target is GROUPED_MM and contracts_rows(node)
@@ -387,4 +406,5 @@ class _Walk:
             role == "grad_input" and (no_weight or of_experts)
         ):
             role = "grad_weight"
+        m, k, n = seen_sizes(node)
         self.found.unmatched.append(Unmatched(node, fqn.of_node(node), role, m, k, n, reason))

@@ -33,10 +33,11 @@ from f8fx.torch_private import overwritten_inputs
 from . import fqn
 from .backward import backward_nodes
 from .batched_experts import ends_of_rows, is_of_experts
-from .elements import SAME_ORDER, VIEWS, input_of, is_part_of
+from .elements import PERMUTES, SAME_ORDER, VIEWS, input_of, is_part_of
+from .experts import Experts
 from .fake import view_of
-from .operand import repeated_matrix
-from .parameters import of_parameters
+from .operand import permutation, repeated_matrix
+from .parameters import expanded_parameter, of_parameters
 from .products import Product, products
 from .rewrite import MARKS, Inserter, Provenance, erase_unused
 from .sizes import is_same, is_same_shape, shape_of
@@ -83,10 +84,10 @@ class Fold:
     """Puts matmuls in place of batched ones, and of products and sums, in place.
 
     Args:
-        experts: whether those with a weight for each batch become grouped ones.
+        experts: whether those with a weight for each batch become grouped ones, and whether the gradients of these do.
     """
 
-    def __init__(self, experts: bool = False) -> None:
+    def __init__(self, experts: Experts = "leave") -> None:
         self.experts = experts
 
     def __call__(self, graph: fx.Graph) -> list[Folded]:
@@ -98,12 +99,14 @@ class Fold:
 
 
 class _Walk:
-    def __init__(self, graph: fx.Graph, experts: bool) -> None:
+    def __init__(self, graph: fx.Graph, experts: Experts) -> None:
         self.graph = graph
         self.experts = experts
         # inputs as matrices: layers that read one input, or one gradient, are to be seen to
         self.flat: dict[Hashable, fx.Node] = {}
         self.ends: dict[Hashable, fx.Node] = {}
+        # sequence numbers of the layers that have become grouped matmuls, which are those of their gradients
+        self.layers: set[int] = set()
 
     @cached_property
     def weights(self) -> Collection[fx.Node]:
@@ -118,8 +121,10 @@ class _Walk:
         return frozenset(overwritten_inputs(self.graph))
 
     def fold(self, bmm: fx.Node) -> Folded | None:
-        if self.experts and is_of_experts(bmm, self.weights):
+        if self.experts != "leave" and is_of_experts(bmm, self.weights):
             return self._grouped(bmm)
+        if self.experts == "with_grad_weight" and bmm.meta.get("seq_nr") in self.layers:
+            return self._grouped_gradient(bmm)
         x, expanded = bmm.args
         assert isinstance(x, fx.Node) and isinstance(expanded, fx.Node)
         found = repeated_matrix(expanded)
@@ -131,7 +136,7 @@ class _Walk:
         insert = self._inserter(bmm)
         mm = insert(
             aten.mm.default,
-            self._rows(insert, bmm),
+            self._rows(insert, bmm, x),
             insert(aten.permute.default, weight, [1, 0]) if transposed else weight,
         )
         return _in_place_of(bmm, mm, insert)
@@ -141,21 +146,44 @@ class _Walk:
         insert = self._inserter(bmm)
         x, matrices = bmm.args
         assert isinstance(x, fx.Node)
+        if bmm not in self.backward and (number := bmm.meta.get("seq_nr")) is not None:
+            self.layers.add(number)
+        ends = self._ends(insert, bmm, x)
+        rows = self._rows(insert, bmm, x, whole=True)
+        grouped = insert(aten._grouped_mm.default, rows, matrices, ends, None, None)
+        return _in_place_of(bmm, grouped, insert)
+
+    def _grouped_gradient(self, bmm: fx.Node) -> Folded | None:
+        """The sums over the rows of each batch."""
+        left, right = bmm.args
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        if bmm not in self.backward or any(expanded_parameter(x, self.weights) for x in (left, right)):
+            return None  # the gradient of the input
+        insert = self._inserter(bmm, "grad_weight")
+        ends = self._ends(insert, bmm, right)
+        columns = self._rows(insert, bmm, _turned(insert, left), whole=True)
+        rows = self._rows(insert, bmm, right, whole=True)
+        columns = insert(aten.permute.default, columns, [1, 0])
+        grouped = insert(aten._grouped_mm.default, columns, rows, ends, None, None)
+        grouped.meta["val"] = bmm.meta["val"]  # for what shares its memory
+        bmm.replace_all_uses_with(grouped)
+        return Folded(bmm, grouped, grouped)
+
+    def _ends(self, insert: Inserter, bmm: fx.Node, x: fx.Node) -> fx.Node:
+        """Where the rows of each batch end, of batches of one form once."""
         experts, rows, _ = shape_of(x)
         key = (experts, str(rows), x.meta["val"].device, *_marks(bmm))
         if key not in self.ends:
             self.ends[key] = ends_of_rows(insert, x)
-        operands = self._rows(insert, bmm, whole=True), matrices
-        grouped = insert(aten._grouped_mm.default, *operands, self.ends[key], None, None)
-        return _in_place_of(bmm, grouped, insert)
+        return self.ends[key]
 
-    def _rows(self, insert: Inserter, bmm: fx.Node, whole: bool = False) -> fx.Node:
+    def _rows(self, insert: Inserter, bmm: fx.Node, x: fx.Node, whole: bool = False) -> fx.Node:
         """The rows of all batches, of one input once.
 
         Args:
             whole: they lie in memory one behind the other.
         """
-        batch = _unexpanded(bmm.args[0])  # type: ignore[arg-type]
+        batch = _unexpanded(x)
         whole = whole and not _is_in_order(batch)
         key = (batch, whole, *_marks(bmm))
         if key not in self.flat:
@@ -170,8 +198,8 @@ class _Walk:
         old.replace_all_uses_with(mm)
         return Folded(old, mm, mm, product.parts)
 
-    def _inserter(self, anchor: fx.Node) -> Inserter:
-        role: Role = "grad_input" if anchor in self.backward else "output"
+    def _inserter(self, anchor: fx.Node, gradient: Role = "grad_input") -> Inserter:
+        role: Role = gradient if anchor in self.backward else "output"
         return Inserter(self.graph, anchor, Provenance(anchor.name, fqn.of_node(anchor), role, "fold"))
 
     def _is_weight(self, matrix: fx.Node) -> bool:
@@ -194,6 +222,13 @@ def _in_place_of(bmm: fx.Node, matmul: fx.Node, insert: Inserter) -> Folded:
     result = insert(aten.view.default, matmul, sizes)
     bmm.replace_all_uses_with(result)
     return Folded(bmm, matmul, result)
+
+
+def _turned(insert: Inserter, x: fx.Node) -> fx.Node:
+    """Each matrix of a batch transposed: what it is the transpose of, if it is one."""
+    if x.target in PERMUTES and permutation(x) == [0, 2, 1]:
+        return x.args[0]  # type: ignore[return-value]
+    return insert(aten.permute.default, x, [0, 2, 1])
 
 
 def _unexpanded(x: fx.Node) -> fx.Node:

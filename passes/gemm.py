@@ -38,7 +38,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matmul of the graph, ``[m, k] @ [k, n]``, or each of the m rows times the ``[k, n]`` of its expert.
+    """One matmul of the graph, ``[m, k] @ [k, n]``, or each of the m rows times the ``[k, n]`` of its expert, or, of the
+    gradient of experts' weights, the sums over the k of each.
 
     Attributes:
         node: the matmul: ``mm``, ``addmm``, a ``bmm`` of batch 1 or, of experts, ``_grouped_mm``.
@@ -47,7 +48,7 @@ class Gemm:
         m, k, n: sizes; ``SymInt`` where the graph is dynamic.
         left, right: the operands.
         layer: the forward matmul this one belongs to (itself for ``output``).
-        experts: how many matrices the right operand has; 0: it is one.
+        experts: how many matrices the right operand has, or the result of ``grad_weight``; 0: it is one.
     """
 
     node: fx.Node
@@ -60,6 +61,11 @@ class Gemm:
     right: Operand
     layer: fx.Node
     experts: int = 0
+
+    @property
+    def sums_groups(self) -> bool:
+        """Whether k, the rows of all experts, is summed expert by expert."""
+        return self.experts > 0 and self.role == "grad_weight"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,8 +17,9 @@ each copy, and where columns are reduced it reads what they are computed from ag
 it (on an H100 the amaxes of a Llama block's q and k took 0.90 ms so, and the launch with both copies 0.39). In memory they are read in order, and
 there are kernels for their amaxes (:mod:`passes.one_read`, :mod:`passes.amax_both`).
 
-*Gradients that a grouped matmul in high precision reads*, that of experts' weights. It reads memory, so Inductor writes a copy
-for it, in an order of its own choosing that the matmul may reject, and computes the gradient again for the casts.
+*Gradients that a grouped matmul in high precision reads*, that of experts' weights, or the casts of groups of rows that it reads in
+float8. They read memory, so Inductor writes a copy for them, in an order of its own choosing that the matmul may reject, and computes
+the gradient again for the other casts.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ def _mark_moved_gradients(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
 
 def _mark_for_grouped_matmuls(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    for node in graph.find_nodes(op="call_function", target=GROUPED_MM):
-        for source in dict.fromkeys(map(base_of, node.args[:2])):
-            if source in backward and not is_in_memory(source) and any(_cast_matrices(source)):
-                _mark(graph, source, "grad_weight")
+    read: list[Any] = []
+    for target, number in ((GROUPED_MM, 2), (ops.amax_groups, 1)):
+        for node in graph.find_nodes(op="call_function", target=target):
+            read += node.args[:number]
+    for source in dict.fromkeys(map(base_of, read)):
+        if source in backward and not is_in_memory(source) and any(_cast_matrices(source)):
+            _mark(graph, source, "grad_weight")
 
 
 def _mark(graph: fx.Graph, node: fx.Node, role: str, **options: bool) -> None:

@@ -11,7 +11,7 @@ from f8fx import ops
 
 from .elements import CASTS, base_of, flat_base, is_pointwise
 from .experts import GROUPED_MM
-from .left import LEFT
+from .left import LEFT, LEFT_OPERAND
 from .sizes import is_same, shape_of
 
 aten = torch.ops.aten
@@ -38,6 +38,15 @@ def sizes_of(node: fx.Node) -> tuple:
     """m, k and n of one of `GEMMS`."""
     m, n = shape_of(node)[-2:]
     return m, shape_of(operands_of(node)[0])[-1], n
+
+
+def seen_sizes(node: fx.Node) -> tuple:
+    """m, k and n of any matmul that is seen, 1 where it has no such dimension."""
+    if node.target in GEMMS:
+        return sizes_of(node)
+    shape = first_shape(node)
+    m, n = (shape[-2] if len(shape) > 1 else 1), shape[-1] if shape else 1
+    return m, shape_of(node.args[LEFT_OPERAND.get(node.target, 0)])[-1], n  # type: ignore[index,arg-type]
 
 
 def is_matrix(node: fx.Node) -> bool:

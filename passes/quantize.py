@@ -110,6 +110,8 @@ class _GemmRewrite:
         self.is_scaled_after = is_scaled_after(conversion, rowwise_scales)
 
     def run(self) -> fx.Node:
+        if self.gemm.sums_groups:
+            return self._of_groups()
         if self.gemm.experts:
             return self._of_experts()
         gemm, conversion, insert = self.gemm, self.conversion, self.insert
@@ -168,11 +170,41 @@ class _GemmRewrite:
             expanded = insert(aten.expand.default, right_scale, [experts, n])
             right_scale = insert.contiguous(expanded)
         columns = insert(aten.permute.default, matrices, [0, 2, 1])
-        operands = left, columns, left_scale, right_scale, offsets_of(gemm.node)
+        return self._grouped_mm(left, columns, left_scale, right_scale, offsets_of(gemm.node))
+
+    def _grouped_mm(self, *operands: fx.Node) -> fx.Node:
+        gemm, insert = self.gemm, self.insert
         if gemm.device.type == "cpu":
             return insert(ops.grouped_mm, *operands, dtype=gemm.dtype)
         fast = self.spec.use_fast_accum
         return insert(aten._scaled_grouped_mm.default, *operands, None, None, gemm.dtype, fast)
+
+    def _of_groups(self) -> fx.Node:
+        """The sums over the rows of each expert, for which these are padded to multiples of 16."""
+        gemm, conversion, insert = self.gemm, self.conversion, self.insert
+        offsets = offsets_of(gemm.node)
+        ends = insert(ops.padded_ends, offsets)
+        left, left_scale = self._columns(gemm.left, conversion.left_dtype, True, offsets, ends)
+        right, right_scale = self._columns(gemm.right, conversion.right_dtype, False, offsets, ends)
+        return self._grouped_mm(
+            left, insert(aten.permute.default, right, [1, 0]), left_scale, right_scale, ends
+        )
+
+    def _columns(
+        self, operand: Operand, dtype: torch.dtype, k_is_column: bool, offsets: fx.Node, ends: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """The float8 copy of an operand's columns, with rows innermost, and the reciprocals of their scales."""
+        insert, source = self.insert, operand.node
+        spec = self.conversion.quant_spec(operand)
+        if (rank := len(shape_of(source))) > 2:
+            source = insert(aten.squeeze.dims, source, list(range(rank - 2)))
+        if operand.transposed != k_is_column:
+            source = insert(aten.permute.default, source, [1, 0])
+        amax = insert(ops.amax_groups, source, offsets)
+        scale = insert(ops.scale, amax, dtype=dtype, power_of_2=spec.power_of_2_scale)
+        data = insert(ops.quantize_groups, source, scale, offsets, ends, dtype=dtype)
+        inverse = insert(aten.reciprocal.default, scale)
+        return data, insert(aten.view.default, inverse, [-1])
 
     def _below_each_other(self, operand: Operand) -> fx.Node:
         """``[experts, n, k]`` or ``[experts, k, n]`` -> ``[experts * n, k]``"""

@@ -149,7 +149,7 @@ class Select:
             spec,
             dtypes[gemm.left.kind],
             dtypes[gemm.right.kind],
-            pad_k=not is_aligned(gemm.k),
+            pad_k=not gemm.sums_groups and not is_aligned(gemm.k),
             pad_n=not is_aligned(gemm.n),
         )
         return self._reading_stored(choice, overwritten)
@@ -228,7 +228,7 @@ class Select:
         reason, detail = not_grouped(self.recipe, gemm.role)
         if reason:
             return Skip(gemm, reason, detail)
-        for letter, size in (("k", gemm.k), ("n", gemm.n)):
+        for letter, size in (("m", gemm.m) if gemm.sums_groups else ("k", gemm.k), ("n", gemm.n)):
             if not is_aligned(size):
                 return Skip(
                     gemm, f"not a multiple of {ALIGNMENT}", f"{letter}={size}: experts are not padded"
@@ -251,6 +251,8 @@ class Select:
             if statically_true(size == 0):
                 return Skip(gemm, EMPTY)
         if self.policy.pad == "never":
+            if gemm.sums_groups:
+                return Skip(gemm, "rows of experts are padded", 'pad="never"')
             for letter, size in (("k", gemm.k), ("n", gemm.n)):
                 if not is_aligned(size):
                     return Skip(gemm, f"not a multiple of {ALIGNMENT}", f'{letter}={size}, pad="never"')

@@ -21,7 +21,7 @@ from f8fx.recipe import ROLES, Recipe, Role
 from f8fx.torch_private import size_hint
 
 from .choice import Choice, Convert, Skip
-from .experts import GROUPED_MM
+from .experts import GROUPED_MM, contracts_rows
 from .gemm import Gemm, Operand, Size
 from .sizes import is_same
 from .thresholds import Thresholds
@@ -105,12 +105,17 @@ class Worth:
         m, k, n = (int(size or 0) for size in sizes)
         value = gemm.node.meta["val"]
         model, experts = self.model_of(value.device), getattr(gemm, "experts", 0)
-        batch = 1
-        if gemm.node.target is not GROUPED_MM:
+        batch, summed = 1, gemm.node.target is GROUPED_MM and contracts_rows(gemm.node)
+        if summed:
+            experts = int(value.shape[0])
+        elif gemm.node.target is not GROUPED_MM:
             for size in value.shape[:-2]:
                 batch *= size_hint(size) or 1
         # a batch fills the device like so many more rows
-        seconds = model.gemm_seconds(batch * m, k, n, False, itemsize=value.dtype.itemsize, experts=experts)
+        itemsize = value.dtype.itemsize
+        seconds = model.gemm_seconds(
+            batch * m, k, n, False, itemsize=itemsize, experts=experts, sums_groups=summed
+        )
         return replace(choice, seconds=seconds)
 
     def _predictions(
@@ -184,6 +189,7 @@ class Worth:
             ),
             layer=gemm.layer,
             experts=gemm.experts,
+            sums_groups=gemm.sums_groups,
             cut_bytes=gemm.dtype.itemsize * m * n if choice.pad_n else 0,
         )
 
@@ -197,13 +203,14 @@ class Worth:
         if gemm.experts and operand.kind == "weight":
             rows *= gemm.experts
         return PlannedOperand(
-            key=(operand.node, spec.dtype, spec.power_of_2_scale),
+            key=(operand.node, spec.dtype, spec.power_of_2_scale, gemm.sums_groups),
             rows=rows,
             cols=columns,
             transposed=contracted == 0,  # the gemm wants the contracted dimension innermost
-            rowwise=spec.granularity == "rowwise",
+            # that of groups has kernels of its own, which read for the amaxes, and then as if there were one
+            rowwise=spec.granularity == "rowwise" and not gemm.sums_groups,
             itemsize=operand.dtype.itemsize,
-            amax_fused=operand.fused,
+            amax_fused=operand.fused and not gemm.sums_groups,
             # what is stored is copied where it is read as its transpose, which costs no more than the cast that it counts as
             cached=(operand.kind == "weight" and operand.node in self.cached)
             or (operand.kind in choice.as_stored and contracted != 0),

@@ -170,15 +170,21 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """``torch._scaled_grouped_mm`` of rows by the matrices of their experts, with what CUDA checks."""
-    (m, k), (experts, inner, n) = a.shape, b.shape
+    """``torch._scaled_grouped_mm`` of rows by the matrices of their experts, or summing over the rows of each, with what CUDA checks."""
+    (m, k), (inner, n), (experts,) = a.shape, b.shape[-2:], offsets.shape
     assert k == inner and k % 16 == 0 and n % 16 == 0, (a.shape, b.shape)
     assert a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
-    assert a.stride(1) == 1 and b.stride(1) == 1, (a.stride(), b.stride())
-    assert a.data_ptr() % 16 == b.data_ptr() % 16 == a.stride(0) % 16 == b.stride(2) % 16 == 0
-    for scale, shape in ((scale_a, (m,)), (scale_b, (experts, n))):
+    assert a.stride(1) == 1 and b.stride(-2) == 1, (a.stride(), b.stride())
+    assert a.data_ptr() % 16 == b.data_ptr() % 16 == a.stride(0) % 16 == b.stride(-1) % 16 == 0
+    shapes: list[tuple[int, ...]] = [(m,), (experts, n)]
+    if b.dim() == 2:
+        shapes = [(experts * m,), (experts * n,)]
+        assert not (offsets % 16).any()  # groups begin where the gemm can load
+    else:
+        assert b.shape[0] == experts
+    for scale, shape in zip((scale_a, scale_b), shapes, strict=True):
         assert scale.dtype == torch.float32 and scale.shape == shape and scale.is_contiguous()
-    assert offsets.dtype == torch.int32 and offsets.shape == (experts,)
+    assert offsets.dtype == torch.int32
     return grouped_mm(a, b, scale_a, scale_b, offsets, out_dtype)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import f8fx
 from f8fx import canary, canary_cases, lowerings, ops
 from f8fx.backend import compile_graph
-from f8fx.kernel_forms import FORMS, TRYING, VERDICTS, Verdict, candidates, form, key
+from f8fx.kernel_forms import FORMS, NOT_EVERYWHERE, TRYING, VERDICTS, Verdict, candidates, form, key
 from f8fx.kernels import cast, computed_amaxes
 from f8fx.options import Options
 from f8fx.tuning import tuning
@@ -69,7 +69,7 @@ def test_the_kernels_of_this_machine_are_right():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         verdict = canary.verdict_on(CPU)
-    assert verdict.ok and set(verdict.forms) == set(FORMS), verdict
+    assert verdict.ok and set(verdict.forms) == FORMS.keys() - NOT_EVERYWHERE, verdict
     assert str(verdict) == "bytes agree in cast, transpose, reduction, one read"
 
 
@@ -223,7 +223,8 @@ def test_a_check_that_fails_itself_chooses_the_safe_forms(monkeypatch, broken):
     with pytest.warns(UserWarning, match="RuntimeError: no such thing") as caught:
         verdict = canary.check(CPU)
     assert len([w for w in caught if "f8fx" in str(w.message)]) == 1
-    assert verdict.forms == {kind: forms[-1] for kind, forms in FORMS.items()}
+    there = FORMS.keys() - (NOT_EVERYWHERE if broken == "_patches" else set())
+    assert verdict.forms == {kind: FORMS[kind][-1] for kind in there}
 
 
 def test_a_kernel_that_does_not_compile_counts_as_wrong():
@@ -232,7 +233,7 @@ def test_a_kernel_that_does_not_compile_counts_as_wrong():
 
     with pytest.warns(UserWarning, match="'cast' failed: RuntimeError: ptxas died"):
         verdict = canary.check(CPU, compile_fx)
-    assert verdict.forms == {kind: forms[-1] for kind, forms in FORMS.items()}
+    assert verdict.forms == {kind: FORMS[kind][-1] for kind in FORMS.keys() - NOT_EVERYWHERE}
 
 
 def test_what_raised_is_not_held_against_the_versions(monkeypatch):
@@ -425,6 +426,21 @@ def test_kernels_of_ours_are_launched_unless_composed(name, kernel, monkeypatch)
     assert not any(own in composed.code for own in ours)
     called = [line for line in composed.code.splitlines() if not line.lstrip().startswith("#")]
     assert not any("torch.ops.f8fx" in line for line in called)
+
+
+def test_kernels_of_groups_are_launched_unless_they_are_wrong(monkeypatch):
+    """Inductor has none; the definitions are called out of the code."""
+    name, kernels = "columns of groups of rows", ("amax_groups_kernel", "quantize_groups_kernel")
+    launched = [kernel.name for kernel in generated(name).kernels]
+    assert [f"triton_{kernel}" in launched for kernel in kernels] == [True, True]
+    code = generated(name, monkeypatch, groups="definition").code
+    assert not any(kernel in code for kernel in kernels)
+    assert all(f"torch.ops.f8fx.{op}_groups.default(" in code for op in ("amax", "quantize"))
+
+
+def test_groups_are_checked_where_a_gemm_reads_them():
+    kinds = lambda *args: {case.kind for case in canary_cases.cases(CPU, *[torch.float8_e4m3fn] * 2, *args)}  # noqa: E731
+    assert kinds() - kinds(False) == {"groups"}
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch):

@@ -267,7 +267,9 @@ def test_explain_refuses_what_is_about_ranks_without_any(
     assert f"{options[0]}: is about what ranks send; give --world or --mesh too" in wrong
 
 
-@pytest.mark.parametrize(("experts", "converted"), [([], 0), (["--experts", "convert"], 4)])
+@pytest.mark.parametrize(
+    ("experts", "converted"), [([], 0), (["--experts", "convert"], 4), (["--experts", "with_grad_weight"], 7)]
+)
 def test_explain_looks_at_experts_if_asked(
     capsys: Capture, user_module: str, experts: list[str], converted: int
 ):

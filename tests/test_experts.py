@@ -28,7 +28,9 @@ RECIPES = ("rowwise", "rowwise_with_gw_hp")
 layouts = pytest.mark.parametrize(
     ("dtype", "turned"), [(bf16, False), (torch.float32, True)], ids=["bf16 nk", "fp32 kn"]
 )
+EXPERTS = ("convert", "with_grad_weight")
 OPTIONS = {"recipe": "rowwise", "experts": "convert"}
+ALL = {"recipe": "rowwise", "experts": "with_grad_weight"}
 
 
 def quantized(x, granularity, dim):
@@ -48,10 +50,10 @@ class Reference(torch.autograd.Function):
     """A grouped matmul as torchao's `Float8Linear` would do it: one expert's matrix quantized as one layer's."""
 
     @staticmethod
-    def forward(ctx, x, w, offsets, recipe):
+    def forward(ctx, x, w, offsets, recipe, experts):
         """[rows, k], [experts, n, k] -> [rows, n]"""
         ctx.save_for_backward(x, w, offsets)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.experts = recipe, experts
         return _product(x, w, offsets, ScalingGranularity.AXISWISE)
 
     @staticmethod
@@ -59,11 +61,31 @@ class Reference(torch.autograd.Function):
         x, w, offsets = ctx.saved_tensors
         of_weights = ScalingGranularity.AXISWISE if ctx.recipe == "rowwise" else ScalingGranularity.TENSORWISE
         grad_input = _product(grad, w.mT.contiguous(), offsets, of_weights)
+        if (ctx.recipe, ctx.experts) == ("rowwise", "with_grad_weight"):
+            return grad_input, _grad_weight(grad, x, offsets).to(w.dtype), None, None, None
         with torch.enable_grad():
             high = w.detach().to(bf16).requires_grad_()
             y = torch._grouped_mm(x.detach(), high.mT, offsets)
         (grad_weight,) = torch.autograd.grad(y, high, grad)
-        return grad_input, grad_weight.to(w.dtype), None, None
+        return grad_input, grad_weight.to(w.dtype), None, None, None
+
+
+def _grad_weight(grad, x, offsets):
+    """One layer's after the other, of as many rows as float8 gemms can sum."""
+    found, start = [], 0
+    for end in offsets.tolist():
+        padding = (0, 0, 0, (start - end) % 16)
+        parts = [torch.nn.functional.pad(t[start:end], padding) for t in (grad, x)]
+        if end == start:
+            found.append(torch.zeros(grad.shape[1], x.shape[1], dtype=bf16))
+            continue
+        (left, left_scale), (right, right_scale) = (
+            quantized(t, ScalingGranularity.AXISWISE, 0) for t in parts
+        )
+        product = left.float().t() @ right.float()
+        found.append((product * left_scale.flatten()[:, None] * right_scale.flatten()).to(bf16))
+        start = end
+    return torch.stack(found)
 
 
 def _product(x, w, offsets, of_weights):
@@ -78,11 +100,11 @@ def _product(x, w, offsets, of_weights):
     return grouped.grouped_mm(left, right.mT, left_scale.flatten(), right_scale, offsets, bf16)
 
 
-def reference(model, x, counts, recipe):
+def reference(model, x, counts, recipe, experts="convert"):
     offsets = torch.cumsum(counts, 0, dtype=torch.int32)
 
     def layer(x, weight):
-        return Reference.apply(x, weight.mT if model.turned else weight, offsets, recipe)
+        return Reference.apply(x, weight.mT if model.turned else weight, offsets, recipe, experts)
 
     return layer(torch.nn.functional.silu(layer(x, model.gate)) * layer(x, model.up), model.down)
 
@@ -101,22 +123,25 @@ def assert_same(found, wanted):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("recipe", RECIPES)
 @layouts
-def test_bitwise(recipe, dtype, turned):
+def test_bitwise(recipe, dtype, turned, experts):
     """float32 parameters are quantized themselves, not their rounding, as under autocast."""
     model = Experts(turned=turned).to(dtype)
     x = randn(48, 32, grad=False)
-    want = run(model, lambda x, counts: reference(model, x, counts, recipe), x)
-    assert_same(run(model, compiled(model, recipe=recipe, experts="convert"), x), want)
+    want = run(model, lambda x, counts: reference(model, x, counts, recipe, experts), x)
+    assert_same(run(model, compiled(model, recipe=recipe, experts=experts), x), want)
 
 
-def test_close_to_high_precision_and_every_matmul_decided():
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_close_to_high_precision_and_every_matmul_decided(experts):
     model, x = Experts().to(bf16), randn(48, 32, grad=False)
-    for want, got in zip(run(model, model, x), run(model, compiled(model, **OPTIONS), x), strict=True):
+    options = {"recipe": "rowwise", "experts": experts}
+    for want, got in zip(run(model, model, x), run(model, compiled(model, **options), x), strict=True):
         assert sqnr(want, got) > 20
-    report = report_of(model, randn(48, 32), COUNTS, **OPTIONS)
-    assert (report.converted, report.total) == (6, 9)
+    report = report_of(model, randn(48, 32), COUNTS, **options)
+    assert (report.converted, report.total) == (6 if experts == "convert" else 9, 9)
 
 
 @settings(deadline=None, max_examples=40)
@@ -144,17 +169,72 @@ def test_the_definition_is_each_rows_product_with_its_experts_matrix(counts, beh
     assert not result[start:].any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "experts"), [*((recipe, "convert") for recipe in RECIPES), ("rowwise", EXPERTS[1])]
+)
 @pytest.mark.parametrize("value", [float("nan"), *seldom(float("inf")), 1e38])
-def test_rows_of_no_expert_do_not_count(recipe, value):
+def test_rows_of_no_expert_do_not_count(recipe, experts, value):
     """CUDA's grouped gemm leaves them unwritten, so the next one may read anything there."""
     model, x = Experts().to(bf16), randn(64, 32, grad=False)
-    f8 = compiled(model, recipe=recipe, experts="convert")
+    f8 = compiled(model, recipe=recipe, experts=experts)
     want = run(model, f8, x)
     x[48:] = value
     got = run(model, f8, x)
     assert torch.equal(got[0][:48], want[0][:48]) and torch.equal(got[1][:48], want[1][:48])
     assert_same(got[2:], want[2:])
+
+
+@pytest.mark.parametrize("rows", [12, *seldom(16, 33)])
+@layouts
+def test_gradients_of_weights_bitwise_in_batches(dtype, turned, rows):
+    model = BatchedExperts(turned=turned).to(dtype)
+    x, counts = randn(4 * rows, 32, grad=False), torch.full((4,), rows)
+    want = run(model, lambda x, counts: reference(model, x, counts, *ALL.values()), x, counts)
+    assert_same(run(model, compiled(model, **ALL), x, counts), want)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    counts=st.lists(st.sampled_from([0, 0, 1, 3, 15, 16, 17, 40]), min_size=2, max_size=5),
+    behind=st.integers(0, 20),
+    dim=st.sampled_from([16, 48]),
+    turned=st.booleans(),
+    dynamic=st.booleans(),
+)
+def test_gradients_of_weights_bitwise(counts, behind, dim, turned, dynamic):
+    model = Experts(len(counts), dim, 32, turned).to(bf16)
+    x, counts = randn(sum(counts) + behind + 2, dim, grad=False), torch.tensor(counts)
+    want = run(model, lambda x, counts: reference(model, x, counts, *ALL.values()), x, counts)
+    rows = int(counts.sum())
+    got = run(model, compiled(model, dynamic=dynamic, **ALL), x, counts)
+    assert_same([got[0][:rows], got[1][:rows], *got[2:]], [want[0][:rows], want[1][:rows], *want[2:]])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_reaches_the_gradients_of_its_experts_weights_alone(value):
+    model, x = Experts().to(bf16), randn(48, 32, grad=False)
+    x[20, 3] = value  # a row of the third expert
+    *_, gate, up, down = run(model, compiled(model, **ALL), x)
+    for grad in (gate, up, down):
+        finite = grad.isfinite().flatten(1).all(1)
+        assert finite.tolist() == [True, True, False, True]
+
+
+def test_gradients_of_experts_without_rows_are_zeros():
+    model, x = Experts().to(bf16), randn(48, 32, grad=False)
+    *_, gate, up, down = run(model, compiled(model, **ALL), x)
+    assert not any(grad[1].any() for grad in (gate, up, down))
+
+
+def test_copies_of_columns_are_saved_in_place_of_what_they_are_made_of():
+    """A byte an element, and the scales of the groups; what gate and up read, and what down reads."""
+    model, x = Experts(4, 256, 512).to(bf16), randn(512, 256, grad=False).requires_grad_()
+    found = f8fx.explain(model, x, torch.full((4,), 128), select="all", target="h100", **ALL)
+    assert sum(row.converted for row in found.rows) == 9
+    spared = 512 * (256 + 512) * bf16.itemsize
+    width = 512 + 3 * 16  # 15 for each of four, down to a multiple of 16
+    copies = (width + 4 * torch.float32.itemsize) * (256 + 512)
+    assert found.saved_bytes_float8 == found.saved_bytes_high - spared + copies
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -249,6 +329,7 @@ def test_copies_kept_in_inference_have_the_bits_and_follow_the_weights(turned, d
     [
         {"weights": "reused"},
         {"weights": "cached"},
+        {"weights": "reused", "experts": "with_grad_weight"},
         pytest.param({"weights": "reused", "recipe": "rowwise_with_gw_hp"}, marks=pytest.mark.long),
         pytest.param({"save": "fast"}, marks=pytest.mark.long),
     ],
@@ -261,7 +342,8 @@ def test_training_with_kept_copies_has_the_bits(options):
         model.gate.requires_grad_(False)
         model.down.requires_grad_(False)
     other = copy.deepcopy(model)
-    plain = compiled(model, **{**OPTIONS, "recipe": options.get("recipe", "rowwise")})
+    both = {key: options[key] for key in ("recipe", "experts") if key in options}
+    plain = compiled(model, **{**OPTIONS, **both})
     kept = torch.compile(
         other,
         backend="f8fx",
@@ -280,18 +362,19 @@ def test_training_with_kept_copies_has_the_bits(options):
                     q -= 0.1 * q.grad
 
 
-def test_checkpointing_has_the_bits():
+@pytest.mark.parametrize("options", [OPTIONS, ALL], ids=EXPERTS)
+def test_checkpointing_has_the_bits(options):
     model, x = Experts().to(bf16), randn(48, 32, grad=False)
-    want = run(model, compiled(model, **OPTIONS), x)
-    region = compiled(lambda x, counts: checkpoint(model, x, counts, use_reentrant=False), **OPTIONS)
+    want = run(model, compiled(model, **options), x)
+    region = compiled(lambda x, counts: checkpoint(model, x, counts, use_reentrant=False), **options)
     assert_same(run(model, region, x), want)
 
 
-@pytest.mark.long
-def test_through_inductor():
+@pytest.mark.parametrize("options", [*seldom(OPTIONS), ALL], ids=EXPERTS)
+def test_through_inductor(options):
     model, x = Experts().to(bf16), randn(48, 32, grad=False)
-    want = run(model, compiled(model, **OPTIONS), x)
-    got = run(model, compiled(model, executor="inductor", **OPTIONS), x)
+    want = run(model, compiled(model, **options), x)
+    got = run(model, compiled(model, executor="inductor", **options), x)
     assert all(sqnr(a, b) > 30 for a, b in zip(want, got, strict=True))
 
 

@@ -498,7 +498,7 @@ needs_grouped_gemm = pytest.mark.skipif(
 def experts_on(device, model, x, counts, grad=None, **options):
     """Output, and with a gradient all gradients, of the rows that are some expert's; on the CPU by the definition."""
     own, rows = copy.deepcopy(model).to(device), int(counts.sum())
-    call = compiled(own, experts="convert", **options)
+    call = compiled(own, **{"experts": "convert", **options})
     leaf = x.to(device).requires_grad_(grad is not None)
     y = call(leaf, counts.to(device))
     found = {"output": y[:rows].detach().cpu()}
@@ -526,13 +526,33 @@ def test_experts(recipe, turned, executor):
 
 
 @needs_grouped_gemm
+@pytest.mark.parametrize("turned", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+@pytest.mark.parametrize("counts", [[96, 0, 64, 352], [100, 0, 61, 350], [0, 3, 0, 508]], ids=str)
+def test_gradients_of_experts_weights(counts, turned, executor):
+    """Sums over any number of rows, which our kernels pad; rows of no expert are not read."""
+    model, counts = Experts(4, 256, 512, turned).to(bf16), torch.tensor(counts)
+    x, grad = normal(528, 256), normal(528, 256, seed=1)
+    x[int(counts.sum()) :] = float("nan")
+    options = {"recipe": "rowwise", "executor": executor, "experts": "with_grad_weight"}
+    wanted = experts_on("cpu", model, x, counts, grad, **{**options, "executor": "eager"})
+    found = experts_on("cuda", model, x, counts, grad, **options)
+    for name, want in wanted.items():
+        for expert in range(4) if want.dim() == 3 else ():
+            if not counts[expert]:
+                assert not found[name][expert].any(), name
+        assert sqnr(want, found[name]) > 30, name
+
+
+@needs_grouped_gemm
+@pytest.mark.parametrize("experts", ["convert", "with_grad_weight"])
 @pytest.mark.parametrize("rows", [16, 7])
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
-def test_experts_in_batches(rows, executor):
+def test_experts_in_batches(rows, executor, experts):
     """Batched matmuls of as many rows for each expert are the grouped ones."""
     model, counts = BatchedExperts(4, 256, 512, turned=True).to(bf16), torch.full((4,), rows)
     x, grad = normal(4 * rows, 256), normal(4 * rows, 256, seed=1)
-    options = {"recipe": "rowwise", "executor": executor}
+    options = {"recipe": "rowwise", "executor": executor, "experts": experts}
     wanted = experts_on("cpu", model, x, counts, grad, **{**options, "executor": "eager"})
     found = experts_on("cuda", model, x, counts, grad, **options)
     for name, want in wanted.items():

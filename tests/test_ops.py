@@ -18,6 +18,7 @@ def samples():
     x = randn(5, 7, grad=False)
     row, column, one = torch.ones(5), torch.ones(7), torch.ones(())
     data = torch.zeros(5, 7, dtype=fp8)
+    ends = torch.tensor([3, 3, 5], dtype=torch.int32)
     return [
         (ops.amax, (x, None), {}),
         (ops.amax, (x, 0), {}),
@@ -34,6 +35,9 @@ def samples():
         (ops.materialize, (x.t(),), {}),
         (ops.rounded, (x.t(),), {}),
         (ops.relayout, (data,), {"transpose": True, "align": [16, 16]}),
+        (ops.amax_groups, (x, ends), {}),
+        (ops.padded_ends, (ends,), {}),
+        (ops.quantize_groups, (x, torch.ones(3, 7), ends, ops.padded_ends(ends)), {"dtype": fp8}),
     ]
 
 
@@ -59,6 +63,32 @@ def test_fake_and_real_agree_on_shape_and_strides(rows, columns, transposed_inpu
     real = ops.quantize(x, torch.ones(()), **call)
     fake = ops.quantize(x.to("meta"), torch.ones((), device="meta"), **call)
     assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=4), behind=st.integers(0, 20), columns=SIZES)
+def test_groups_are_the_matrices_that_their_rows_are(counts, behind, columns):
+    """Each cast as a matrix of its own, padded to multiples of 16; zeros behind the last."""
+    x = randn(sum(counts) + behind, columns, grad=False)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    amaxes, padded = ops.amax_groups(x, ends), ops.padded_ends(ends)
+    scale = ops.scale(amaxes, dtype=fp8)
+    copy = ops.quantize_groups(x, scale, ends, padded, dtype=fp8)
+    fake = ops.quantize_groups(*(t.to("meta") for t in (x, scale, ends, padded)), dtype=fp8)
+    assert (copy.shape, copy.stride(), copy.dtype) == (fake.shape, fake.stride(), fake.dtype)
+    assert copy.shape[1] % 16 == 0
+    parts = x[: sum(counts)].split(counts)
+    for part, amax, own in zip(parts, amaxes, scale, strict=True):
+        assert torch.equal(amax, ops.amax(part, 0)) and torch.equal(own, ops.scale(amax, dtype=fp8))
+    want = [
+        ops.quantize(part, own, dtype=fp8, dim=0, transpose=True, align=[1, 16])
+        for part, own in zip(parts, scale, strict=True)
+        if len(part)
+    ]
+    assert padded.tolist() == torch.tensor([(count + 15) // 16 * 16 for count in counts]).cumsum(0).tolist()
+    behind_last = torch.zeros(columns, copy.shape[1] - int(padded[-1]), dtype=torch.uint8)
+    bits = torch.cat([*(part.view(torch.uint8) for part in want), behind_last], 1)
+    assert torch.equal(copy.view(torch.uint8), bits)
 
 
 def test_only_matrices_are_taken():

@@ -10,8 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from f8fx.passes.experts import Experts
 from f8fx.recipe import PRESETS as RECIPES
 
 from .usage import UsageError
@@ -46,7 +47,7 @@ def add(commands: Any) -> None:
     )
     explain.add_argument(
         "--experts",
-        choices=("leave", "convert"),
+        choices=get_args(Experts),
         default="leave",
         help="grouped and batched matmuls of a mixture of experts (default: leave)",
     )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from f8fx.nearest import unmatched
 from f8fx.options import Options
 from f8fx.parts import dtensor_like
+from f8fx.passes.experts import Experts
 from f8fx.ranks.peers import Peers
 from f8fx.recipe import Recipe
 from f8fx.report import log
@@ -51,7 +52,7 @@ def enable_float8_all_gather(
     *,
     filter_fqns: Sequence[str] = (),
     only_fqns: Sequence[str] = (),
-    experts: Literal["leave", "convert"] = "leave",
+    experts: Experts = "leave",
     wire: Literal["auto", "uint8", "float8"] = "auto",
     scales: Mode = "step",
     copies: Wanted = "auto",
@@ -68,7 +69,7 @@ def enable_float8_all_gather(
         recipe: of the compiled model; name or :class:`~f8fx.recipe.Recipe`.
         filter_fqns: parameters whose module name contains one of these stay as they are.
         only_fqns: if given, only parameters whose module name contains one of these are converted.
-        experts: of the compiled model. ``"convert"``: the matrices of experts too, 3-D parameters
+        experts: of the compiled model. Not ``"leave"``: the matrices of experts too, 3-D parameters
             ``[experts, out, in]`` that layers read through ``torch._grouped_mm`` or ``torch.bmm``, or ``[experts, in, out]`` where
             the module's ``is_transposed`` is true. Any 3-D parameter of several matrices is taken for such; filter out
             others, since what else reads a weight gets its float8 rounding (there is a warning).

@@ -95,7 +95,7 @@ def judge(
         outside: identities of parameters that others hold as well (:mod:`f8fx.fsdp.outside`).
     """
     judged: list[Verdict] = []
-    for candidate in _candidates(model, split, options.experts == "convert"):
+    for candidate in _candidates(model, split, options.experts != "leave"):
         formats = _judge(candidate, options)
         if id(candidate.param) in outside and not isinstance(formats, str):
             formats = "shared with a module outside of the model"

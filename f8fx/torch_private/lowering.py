@@ -342,6 +342,12 @@ class Lowering:
                 todo.extend(node.all_input_nodes)
         return False
 
+    def floor_div(self, size: Any, divisor: int) -> Any:
+        """A size divided by a number, rounded down (``torch.utils._sympy.functions.FloorDiv``)."""
+        from torch.utils._sympy.functions import FloorDiv
+
+        return FloorDiv(size, divisor)
+
     def missing(self, size: Any, multiple: int) -> Any:
         """How many elements take a size (a number or a sympy expression) to a multiple, a size of zero to the first."""
         if multiple == 1:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from f8fx.kernels.cast import padding
 from f8fx.parts import is_dtensor
+from f8fx.passes.experts import Experts
 from f8fx.passes.reuse import CastFormat, ScaleFormat, Weight, WeightInputs
 from f8fx.recipe import HIGH_DTYPES
 from f8fx.torch_private import copy_of_graph, detect_fake_mode, is_fake, local_part, mark_as_dynamo_input
@@ -34,7 +35,7 @@ CastsOf = Callable[[WeightInputs], tuple[WeightInputs, bool]]
 def candidates(
     example_inputs: Sequence[Any],
     weights: str,
-    experts: Literal["leave", "convert"] = "leave",
+    experts: Experts = "leave",
     frozen: bool = False,
 ) -> WeightInputs:
     """The parameters among a Dynamo graph's inputs whose copies could be inputs as well.
@@ -45,7 +46,7 @@ def candidates(
         frozen: of a training graph, those only that need no gradient, whose copies last from step to step.
     """
     promised = _is_promised(weights)
-    found, ranks = [], (2, 3) if experts == "convert" else (2,)
+    found, ranks = [], (2,) if experts == "leave" else (2, 3)
     for position, value in enumerate(example_inputs):
         if not isinstance(value, nn.Parameter) or value.dim() not in ranks or value.dtype not in HIGH_DTYPES:
             continue
@@ -93,7 +94,7 @@ def may_train(example_inputs: Sequence[Any]) -> bool:
 
 
 def learned(
-    example_inputs: Sequence[Any], casts_of: CastsOf, weights: str, experts: Literal["leave", "convert"]
+    example_inputs: Sequence[Any], casts_of: CastsOf, weights: str, experts: Experts
 ) -> tuple[WeightInputs, bool]:
     """The casts of weights that need not be made in a Dynamo graph, and whether it trains.
 

@@ -25,6 +25,7 @@ from f8fx.kernels import (
     cast_transpose,
     column_scale,
     computed_amaxes,
+    groups,
     launch,
     row_cast,
     row_cast_columns,
@@ -244,6 +245,32 @@ def test_row_cast_columns(high, members, columns, seed, special, layout, fp8, po
     got = row_cast_columns.row_cast_columns(tensors, groups, **format, step=step)
     for result, expected in zip(got, row_cast_columns.reference(tensors, groups, **format), strict=True):
         same_bits(result, expected)
+
+
+@in_interpreter
+@pytest.mark.parametrize("high", HIGH)
+@examples(8, 40)
+@given(
+    counts=st.lists(st.sampled_from([0, 0, 1, 5, 15, 16, 17, 70]), min_size=1, max_size=5),
+    behind=st.sampled_from([0, 1, 40]),
+    columns=st.sampled_from([1, 16, 31, 33, 64, 70]),
+    seed=st.integers(0, 1000),
+    special=st.booleans(),
+    layout=st.sampled_from(["row-major", "offset"]),
+    fp8=float8,
+    tile=st.sampled_from([launch.Tile(16, 32, 4), launch.Tile(32, 16, 4)]),
+)
+def test_groups(high, counts, behind, columns, seed, special, layout, fp8, tile):
+    """Of rows, ragged and empty ones; rows behind the last belong to none."""
+    rows = max(1, sum(counts) + behind)
+    x = source((rows, columns), high, seed, special, layout)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    assert groups.why_not(x) is None
+    amaxes = groups.amax(x, ends)
+    same_bits(groups.amax_groups(x, ends, tile), amaxes)
+    scale, padded = cast.scale(amaxes, fp8, True), groups.padded_ends(ends)
+    want = groups.quantize(x, scale, ends, padded, fp8)
+    same_bits(groups.quantize_groups(x, scale, ends, padded, fp8, tile), want)
 
 
 @in_interpreter

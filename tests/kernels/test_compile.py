@@ -19,7 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from f8fx.kernels import cast_transpose, column_scale, computed_amaxes, launch, row_cast, row_cast_columns
+from f8fx.kernels import (
+    cast_transpose,
+    column_scale,
+    computed_amaxes,
+    groups,
+    launch,
+    row_cast,
+    row_cast_columns,
+)
 from f8fx.recipe import EPS
 from f8fx.torch_private import jit_function
 from tests.kernels import written
@@ -154,6 +162,17 @@ def computed_amaxes_case(text, pointers, columns, summed=0, choice=0) -> Case:
     return Case(text, computed_amaxes.NAME, {**pointers, "amaxes": "i32"}, constants, warps)
 
 
+def groups_case(kernel, high="bf16", tile=groups.TILES[0]) -> Case:
+    pointers = {"x": high, "offsets": "i32"}
+    constants: dict[str, Any] = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+    if kernel == "amax":
+        pointers["amaxes"] = "fp32"
+    else:
+        pointers |= {"scale": "fp32", "ends": "i32", "out": "fp8e4nv"}
+        constants |= groups.constants(E4M3)
+    return Case("groups", f"{kernel}_groups_kernel", pointers, constants, tile.warps, odd=("M", "G"))
+
+
 STARTING = cast_transpose.starting_tile(8192, 4096, 2, 132)
 COLUMN_AMAX = Case(
     "column_scale",
@@ -197,6 +216,8 @@ CASES = {
     },
     "column amax": COLUMN_AMAX,
     "scales": SCALES,
+    "amaxes of groups": groups_case("amax"),
+    "groups": groups_case("quantize"),
 }
 NEVER = ("min.NaN", "max.NaN")
 
@@ -234,7 +255,7 @@ def test_no_spills(name, capability, tmp_path):
     usage = check_occupancy(compiled, tmp_path, SPILLS.get((release, capability, name), 0))
     computed = name.startswith(tuple(COMPUTED))
     assert usage["REG"] <= (168 if computed else 128 if name == "long rows, columns" else 80)
-    if not computed and name not in ("column amax", "scales"):
+    if not computed and name not in ("column amax", "scales", "amaxes of groups"):
         check_conversions(compiled, capability)
     if "both" in name:
         # 8 + 8 accesses of 16 bytes for 64 elements a thread, and none narrower; scales are loaded besides
@@ -255,6 +276,12 @@ def test_no_spills(name, capability, tmp_path):
         assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
     if name == "computed amaxes":
         assert not compiled.widths("st.global")
+    if name == "groups":
+        # transposed as words of 16 bits in shared memory, and stored 16 bytes at a time
+        assert set(compiled.widths("st.global")) == {"st.global.v4.b32"}
+        assert any(access.startswith("ldmatrix") and ".trans" in access for access in compiled.ptx)
+    if name in ("groups", "amaxes of groups"):
+        assert compiled.ptx["ld.global.v4.b32"] or compiled.ptx["cp.async.cg.shared.global"]
     if name == "column amax":
         assert set(compiled.widths("ld.global")) == {"ld.global.v4.b32"}
 
@@ -283,6 +310,8 @@ VARIANTS = {
     "short rows": row_cast_case(256, POWER_OF_2=True),
     "rows, columns, fewer warps": row_cast_columns_case(4096, choice=1),
     "long rows, columns, more warps": row_cast_columns_case(14336, choice=1),
+    "groups, larger tile": groups_case("quantize", tile=groups.TILES[1]),
+    "groups of fp32": groups_case("quantize", "fp32"),
     "computed amaxes, more warps": computed_amaxes_case(*COMPUTED["computed amaxes"], choice=1),
 }
 #: What is left of the sources, lengths of rows and warps, and the tile of small tensors.
