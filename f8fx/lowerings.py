@@ -12,7 +12,7 @@ Four things are pinned by hand:
   choose others, and ``_scaled_mm`` rejects them;
 * scales are realized, so that their float64 arithmetic is done once, not once per element;
 * transposed copies that a reduction over rows would store a byte at a time are cast in tiled kernels of their own, all
-  that read the same in one;
+  that read the same in one; those of experts' matrices are transposed before they are cast, as far as the graph says;
 * saturation is written as two ``where``, not as ``minimum``/``maximum``: next to a transposed 1-byte
   store, the latter's NaN-propagating form is miscompiled by Triton
   (https://github.com/triton-lang/triton/issues/11111). ``where`` lets NaN through as well. For the amax
@@ -135,7 +135,10 @@ def _quantize(
         _cast(table, part, own, dtype, dim, transpose)
         for part, own in zip(whole.values, _scales(table, scale, whole, dim), strict=True)
     ]
-    tiled = transpose and (dim == 0 or (len(casts) == 1 and table.is_normalized(ops.quantize)))
+    if transpose:
+        tiled = dim == 0 or (len(casts) == 1 and table.is_normalized(ops.quantize))
+    else:
+        tiled = dim == 1 and table.is_turned(ops.quantize)
     zeros = [
         table.missing(size, multiple) for size, multiple in zip(_sizes(x, transpose), align, strict=True)
     ]

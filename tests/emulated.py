@@ -232,6 +232,32 @@ def stand_in_gpu(candidate: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def every_rounding() -> Iterator[None]:
+    """In the block code is generated with every rounding that eager execution on a GPU makes, and no other.
+
+    ``x * 0.1`` of a bfloat16 x is computed with the number as it is (CUDA's kernels hold it in float32). Torch 2.15
+    rounds it first under ``emulate_precision_casts``, and only there: ``make_pointwise`` casts all inputs, and since
+    then ``SymPyOps.to_dtype`` keeps that cast of a number where it was folded before.
+    """
+    import sympy
+    from torch._inductor import config
+    from torch._inductor.index_propagation import SymPyOps, TypedExpr
+
+    original = SymPyOps.to_dtype
+
+    def to_dtype(value: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        if sympy.sympify(value.expr).is_number:
+            return TypedExpr(value.expr, dtype)
+        return original(value, dtype, *args, **kwargs)
+
+    with (
+        config.patch(emulate_precision_casts=True),
+        mock.patch.object(SymPyOps, "to_dtype", staticmethod(to_dtype)),
+    ):
+        yield
+
+
 def emulate(case: Case) -> list[Any]:
     """What the code returns."""
     inputs = []

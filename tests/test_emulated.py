@@ -8,6 +8,7 @@ are rounded less often, and results are close.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -27,7 +28,7 @@ from f8fx.kernel_forms import FORMS
 from f8fx.kernels.grouped import grouped_mm
 from f8fx.passes import amaxes
 from f8fx.recipe import PRESETS
-from tests.emulated import Case, multiplied
+from tests.emulated import Case, every_rounding, multiplied
 from tests.helpers import BatchedExperts, Block, Experts, bf16, sqnr
 from tests.long import seldom, with_long
 from tests.random_nets import random_case
@@ -208,7 +209,7 @@ def halves(model, *inputs, precise, rows=None, **options):
         (output,) = graph.graph.find_nodes(op="output")
         known |= {n.name: x for n, x in zip(output.args[0], results, strict=True) if isinstance(n, fx.Node)}
         expected.append((values, results))
-    with codegen.h100(), torch._inductor.config.patch(emulate_precision_casts=precise):
+    with codegen.h100(), every_rounding() if precise else contextlib.nullcontext():
         codes = [
             codegen.generate(graph, is_backward=index > 0, is_inference=len(graphs) == 1).code
             for index, graph in enumerate(graphs)

@@ -431,6 +431,26 @@ def test_code_for_hopper():
     assert gemms(halves) == [6, 3] and gemms(plain) == [0, 9]
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["nk", "kn"])
+def test_transposed_copies_of_weights_have_kernels_of_their_own(turned):
+    """Which read along rows and write along columns; a kernel that reduces as well does one of both element by element."""
+    with torch.device("meta"):
+        model, x = (
+            Experts(4, 256, 512, turned).to(bf16),
+            torch.empty(512, 256, dtype=bf16, requires_grad=True),
+        )
+        graphs, _ = codegen.halves(model, x, torch.empty(4, dtype=torch.int64), **OPTIONS)
+    with codegen.h100():
+        halves = [codegen.generate(g, b) for g, b in zip(graphs, (False, True), strict=True)]
+    cast_alone = [
+        sum(k.bytes for k in half.triton if "clone" in k.name and "amax" not in k.name) for half in halves
+    ]
+    # two bytes read and one written of each weight; beside scales
+    weights = 3 * 3 * 4 * 256 * 512
+    # the forward reads [experts, k, n] so, the gradients [experts, n, k]
+    assert cast_alone == [pytest.approx(weights, rel=0.02), 0][:: 1 if turned else -1]
+
+
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the list below is that of torch 2.13")
 class TestKernels(TestCase):
     maxDiff = None
@@ -448,12 +468,13 @@ class TestKernels(TestCase):
   1007 MB  extern_kernels._scaled_grouped_mm
   3054 MB  triton__scaled_grouped_mm_add_amax_convert_element_type_div_exp_mul_neg_permute_quantize_reciprocal_rounded_scale_view
    839 MB  extern_kernels._scaled_grouped_mm
-  1409 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
-  1611 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
+  3021 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
+  1409 MB  triton_clone_permute_quantize_view
+  1410 MB  triton_clone_permute_quantize_view
   1007 MB  extern_kernels._scaled_grouped_mm
   2819 MB  triton__scaled_grouped_mm_add_amax_convert_element_type_div_exp_mul_neg_permute_quantize_reciprocal_scale_sigmoid_sub_view
    839 MB  extern_kernels._scaled_grouped_mm
-  1409 MB  triton__scaled_grouped_mm_amax_clone_permute_quantize_reciprocal_scale_view
+  1409 MB  triton_clone_permute_quantize_view
    839 MB  extern_kernels._scaled_grouped_mm
    403 MB  triton_add
   1544 MB  extern_kernels._grouped_mm

@@ -342,6 +342,24 @@ class Lowering:
                 todo.extend(node.all_input_nodes)
         return False
 
+    def is_turned(self, target: Any) -> bool:
+        """Whether what the operator that is lowered, if it is ``target``, takes first are transposes of matrices, below each other.
+
+        What does the transposing is a copy that no kernel of its own makes.
+        """
+        from torch._inductor.virtualized import V
+
+        node: Any = V.graph.current_node
+        if node.target is not target:
+            return False
+        aten, copy = torch.ops.aten, None
+        if node.args[0].target in (aten.view.default, aten.reshape.default):
+            copy = node.args[0].args[0]
+        if copy is None or copy.target is not aten.clone.default:
+            return False
+        source = copy.args[0]
+        return source.target is aten.permute.default and list(source.args[1])[-2:] == [2, 1]
+
     def floor_div(self, size: Any, divisor: int) -> Any:
         """A size divided by a number, rounded down (``torch.utils._sympy.functions.FloorDiv``)."""
         from torch.utils._sympy.functions import FloorDiv
