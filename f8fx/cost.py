@@ -118,6 +118,8 @@ def _gemm(
         flops, efficiency, k_fill, itemsize = hw.fp8_flops, c.fp8_efficiency, c.fp8_k_fill, 1
     else:
         return sympy.oo
+    if experts and float8:
+        efficiency *= c.grouped_efficiency
     bandwidth = hw.memory_bandwidth * c.memory_efficiency
     rows, depth = M + experts * (TILE_ROWS // 2), K + k_fill
     read, written = M * K + max(experts, 1) * K * N, M * N

@@ -384,6 +384,22 @@ def test_gemms_by_hand() -> None:
     assert H100.gemm_seconds(m, 64, n, False, experts=8, sums_groups=True) == pytest.approx(memory)
 
 
+def test_grouped_gemms_have_an_efficiency_of_their_own() -> None:
+    """Those in float8."""
+    hw, c = H100.hardware, dataclasses.replace(H100.calibration, grouped_efficiency=0.5)
+    model = CostModel(hw, c)
+    for summed in (False, True):
+        size = {"experts": 8, "sums_groups": summed}
+        once, twice = (
+            m.gemm_seconds(8192, 16384, 8192, True, **size) - hw.launch_overhead for m in (H100, model)
+        )
+        assert twice == pytest.approx(2 * once)
+        assert model.gemm_seconds(8192, 16384, 8192, False, **size) == H100.gemm_seconds(
+            8192, 16384, 8192, False, **size
+        )
+    assert model.gemm_seconds(8192, 16384, 8192, True) == H100.gemm_seconds(8192, 16384, 8192, True)
+
+
 def test_rescale_reads_and_writes_the_result() -> None:
     plain, rescaled = (H100.gemm_seconds(8192, 4096, 4096, True, True, rescale) for rescale in (False, True))
     bandwidth = H100.hardware.memory_bandwidth * H100.calibration.memory_efficiency

@@ -402,6 +402,13 @@ def test_decided_by_what_all_experts_weights_cost_to_cast():
     assert many.saved_bytes_float8 == many.saved_bytes_high
 
 
+def test_layers_are_predicted_as_they_were_measured():
+    """Three of Mixtral's, 8192 tokens, on an H100: 1.57 ms less in float8 than in bfloat16 (26.53 and 24.96 ms, forward and backward)."""
+    rows = f8fx.explain(*big(16384), target="h100", **OPTIONS).rows
+    gained = [row.high_seconds - row.high_seconds / row.speedup for row in rows if row.converted]
+    assert len(gained) == 3 and sum(gained) == pytest.approx(1.57e-3, rel=0.05)
+
+
 def test_times_of_the_gradients_of_weights_count_each_row_once():
     found = f8fx.explain(*big(16384), target="h100", recipe="rowwise", experts="leave")
     seconds = {row.role: row.high_seconds for row in found.rows}
