@@ -17,8 +17,8 @@ with one change: a GPU takes time to fill, so both the tile grid and the k loop 
 epilogue of each tile. Both are smooth, where real wave quantisation is a staircase, so that verdicts do
 not flicker with M. No split-k is modelled. A grouped gemm reads every expert's matrix, and half of the last tile of each
 expert's rows is idle: ``experts k n`` for ``k n``, ``m + experts TILE_ROWS / 2`` for the ``m`` that is computed. One that sums
-over the rows of each, k, writes a matrix for each, ``experts m n`` for ``m n``, and has the prologue of a tile, and half of one
-step over k idle, for each: ``k + experts (k_fill + STEP / 2)`` for ``k + k_fill``.
+over the rows of each, k, writes a matrix for each, ``experts m n`` for ``m n``, and half of the last step over the rows of each is
+idle: ``k / experts + k_fill + STEP / 2`` for ``k + k_fill``.
 
 **Rescale**: where a rowwise gemm without fast accumulation does not scale its accumulator (``rescales``), its bfloat16
 result is multiplied by the scales in a kernel of its own: 2 bytes read and 2 written per element. Where it does, ``compute``
@@ -124,7 +124,7 @@ def _gemm(
     rows, depth = M + experts * (TILE_ROWS // 2), K + k_fill
     read, written = M * K + max(experts, 1) * K * N, M * N
     if sums_groups:
-        rows, depth = M, K + experts * (k_fill + STEP // 2)
+        rows, depth = experts * M, K / experts + k_fill + STEP // 2
         read, written = (M + N) * K, experts * M * N
     compute = 2 * (rows * N + c.fill * hw.sms * TILE) * depth / (efficiency * flops)
     memory = (itemsize * read + 2 * written) / bandwidth

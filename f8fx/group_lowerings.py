@@ -23,7 +23,7 @@ _CHOICES = [{"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "num_warps": tile.wa
 
 def amax_groups(table: Lowering, x: Any, offsets: Any) -> Any:
     """Largest magnitudes of the columns of each group."""
-    x = table.row_major(x)
+    x, offsets = table.row_major(x), _dense(table, offsets)
     if (sizes := _sizes(table, x, offsets)) is None:
         return table.definition(ops.amax_groups, x, offsets)
     rows, columns, count = sizes
@@ -43,7 +43,7 @@ def quantize_groups(
     table: Lowering, x: Any, scale: Any, offsets: Any, ends: Any, *, dtype: torch.dtype
 ) -> Any:
     """Their transposed copy."""
-    x = table.row_major(x)
+    x, offsets = table.row_major(x), _dense(table, offsets)
     if (sizes := _sizes(table, x, offsets)) is None:
         return table.definition(ops.quantize_groups, x, scale, offsets, ends, dtype=dtype)
     rows, columns, count = sizes
@@ -67,14 +67,24 @@ def padded_ends(table: Lowering, offsets: Any) -> Any:
     starts = table(aten.constant_pad_nd, table(aten.slice, offsets, 0, 0, count - 1), [1, 0], 0)
     sizes = table(aten.add, table(aten.sub, offsets, starts), groups.MULTIPLE - 1)
     padded = table(aten.bitwise_and, sizes, table.constant_like(-groups.MULTIPLE, sizes))
-    return table(aten.cumsum, padded, 0, dtype=torch.int32)
+    return table(aten.cumsum, table(aten.clamp_min, padded, groups.MULTIPLE), 0, dtype=torch.int32)
 
 
 def _sizes(table: Lowering, x: Any, offsets: Any) -> tuple[Any, int, int] | None:
     """Rows, columns and groups where the kernels are for a tensor; ``None`` where they are not."""
     device = x.get_device()
-    if device.type != "cuda" or form(device, "groups") != "fused":
+    if (
+        device.type != "cuda"
+        or form(device, "groups") != "fused"
+        or table.numbers(x.get_stride()[1:]) != (1,)
+    ):
         return None
     rows, columns = x.get_size()
     known = table.numbers((columns, *offsets.get_size()))
     return (rows, *known) if known is not None and all(known) else None
+
+
+def _dense(table: Lowering, offsets: Any) -> Any:
+    """Offsets one behind the other, as the kernels read them."""
+    offsets.realize()
+    return offsets if table.numbers(offsets.get_stride()) == (1,) else table.copied(offsets)

@@ -39,7 +39,9 @@ def not_grouped(recipe: Recipe, role: Role) -> tuple[str, str]:
     spec = recipe.gemm(role)
     if spec is None:
         return "", ""
-    if spec.left.granularity != "rowwise":
+    # of weights there may be one scale for all experts: those are not the rows that may hold anything
+    of_rows = (spec.left, spec.right) if role == "grad_weight" else (spec.left,)
+    if any(operand.granularity != "rowwise" for operand in of_rows):
         why = "rows of no expert may hold anything: each needs a scale of its own"
         return "grouped matmul under a recipe that is not rowwise", why
     for kind, operand in zip(ROLE_OPERANDS[role], (spec.left, spec.right), strict=True):

@@ -2,9 +2,9 @@
 
 The gradient of experts' weights is a sum over rows, expert by expert. A float8 gemm takes 16 of them at once, so that each group has to
 begin at a multiple of 16, and how many rows a group has is known on the device alone. So the transposed copy, which has to be written
-anyway, is written with zeros behind each group::
+anyway, is written with zeros behind each group. One without rows is 16 of zeros: not all gemms can sum nothing::
 
-    x [m, n], groups of 3, 0 and 18 rows   ->   [n, 16 + 0 + 32 + what is left], zeros but in columns 0-2 and 16-33
+    x [m, n], groups of 3, 0 and 18 rows   ->   [n, 16 + 16 + 32 + what is left], zeros but in columns 0-2 and 32-49
 
 Each group has a scale of its own for every column. A scale is known after the last row of its group, so the source is read twice.
 Rows behind the last group belong to none and are not read.
@@ -25,26 +25,26 @@ from .launch import Tile
 
 #: Rows that a float8 gemm sums at once.
 MULTIPLE = 16
-#: Of both kernels. **Not measured yet: to be tuned on a GPU.** Two lines of 64 bytes of each row, and as many bytes of each column
-#: of the copy as a store to memory has.
+#: Of both kernels. **Not measured yet: to be tuned on a GPU.** 128 bytes of a row are read at a time, and 64 or 128 of a row of the
+#: copy are written.
 TILES = (Tile(64, 64, 4), Tile(128, 64, 8))
 #: Programs that share the rows of one group in one block of columns, of the cast. **Not measured yet.**
 SPLITS = 8
 
 
 def width(rows: Any, groups: int, floor_div: Callable[[Any, int], Any] = operator.floordiv) -> Any:
-    """Columns of the copy: as many as any groups of so many rows in all can need, a multiple of 16, and not none.
+    """Columns of the copy: as many as any groups of so many rows in all can need, a multiple of 16.
 
     Args:
         rows: a number, or what stands for one; ``floor_div`` divides it and rounds down.
     """
-    return floor_div(rows + (MULTIPLE - 1) * groups + 1, MULTIPLE) * MULTIPLE
+    return floor_div(rows + MULTIPLE * groups, MULTIPLE) * MULTIPLE
 
 
 def padded_ends(offsets: Tensor) -> Tensor:
     """Where groups end in the copy, int32 ``[groups]``; ``offsets``: where they end in the source."""
-    sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    return ((sizes + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE).cumsum(0, dtype=torch.int32)
+    multiples = (offsets - _starts(offsets) + (MULTIPLE - 1)) // MULTIPLE
+    return (multiples.clamp(min=1) * MULTIPLE).cumsum(0, dtype=torch.int32)
 
 
 def amax(x: Tensor, offsets: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def amax(x: Tensor, offsets: Tensor) -> Tensor:
     groups, columns = offsets.shape[0], x.shape[1]
     found = x.new_zeros((groups + 1, columns), dtype=torch.float32)
     rows = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
-    into = torch.searchsorted(offsets, rows, right=True)[:, None].expand(x.shape)
+    into = torch.searchsorted(offsets.contiguous(), rows, right=True)[:, None].expand(x.shape)
     found.scatter_reduce_(0, into, x.abs().to(torch.float32), "amax")
     return found[:groups].clone()
 
@@ -106,7 +106,7 @@ def constants(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def amax_groups(x: Tensor, offsets: Tensor, tile: Tile = TILES[0]) -> Tensor:
-    """:func:`amax` by the kernel, of a float8 type that Triton has on the device."""
+    """:func:`amax` by the kernel."""
     columns, groups = x.shape[1], offsets.shape[0]
     found = torch.empty((groups, columns), dtype=torch.float32, device=x.device)
     kernel = launch.kernels("groups").amax_groups_kernel

@@ -67,7 +67,7 @@ def quantize_groups_kernel(
     first = tl.load(offsets + group - 1, group > 0, 0)
     last = tl.minimum(tl.load(offsets + group, is_group, 0), M)
     first_out = tl.multiple_of(tl.load(ends + group - 1, group > 0, 0), 16)
-    last_out = tl.multiple_of(tl.load(ends + group, is_group, WIDTH), 16)
+    last_out = tl.multiple_of(tl.minimum(tl.load(ends + group, is_group, WIDTH), WIDTH), 16)
     factor = tl.load(scale + tl.minimum(group, G - 1).to(tl.int64) * N + n, n < N, 1.0)
     factor = tl.where(group < G, factor, 1.0)
     target = out + n.to(tl.int64)[:, None] * WIDTH

@@ -57,6 +57,7 @@ from .fold import Fold
 from .gemm import Gemm
 from .marked import unfolded
 from .materialize import Materialize
+from .matmuls import sizes_of
 from .merge import Merge
 from .one_read import OneRead
 from .parameters import constants as constant_parameters
@@ -249,6 +250,10 @@ class Pipeline:
                 undone = folded.pop(skip.gemm.node)
                 undone.undo()
                 gemm = replace(skip.gemm, node=undone.old)
+                if isinstance(gemm, Gemm) and gemm.sums_groups:  # of each batch
+                    m, k, n = sizes_of(undone.old)
+                    gemm = replace(gemm, m=m, k=k, n=n, experts=0)
+                    skip = self.select.timed(replace(skip, gemm=gemm, seconds=None))
                 # a batched one may have a reason of its own
                 if isinstance(gemm, Gemm) or not undone.is_batched:
                     left[undone.old] = replace(skip, gemm=gemm)

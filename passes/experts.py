@@ -31,7 +31,6 @@ aten = torch.ops.aten
 Experts = Literal["leave", "convert", "with_grad_weight"]
 
 GROUPED_MM = aten._grouped_mm.default
-_TURNED = [0, 2, 1]
 
 
 def why_no_layer(node: fx.Node) -> str:
@@ -59,6 +58,11 @@ def offsets_of(node: fx.Node) -> fx.Node:
     return offsets
 
 
+def is_turned(node: fx.Node) -> bool:
+    """Whether it gives each matrix of a batch transposed."""
+    return node.target in PERMUTES and permutation(node) == [0, 2, 1]
+
+
 def trace_matrices(node: fx.Node, is_quantized: Callable[[fx.Node], bool]) -> tuple[fx.Node, bool]:
     """The 3-D node that the matrices of experts come from, and whether the matmul reads its transpose.
 
@@ -68,7 +72,7 @@ def trace_matrices(node: fx.Node, is_quantized: Callable[[fx.Node], bool]) -> tu
     transposed = False
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         source = node.args[0]
-        if node.target in PERMUTES and permutation(node) == _TURNED:
+        if is_turned(node):
             transposed = not transposed
         elif node.target in CASTS:
             if not is_quantized(source) or not stays_on_device(node):

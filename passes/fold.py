@@ -27,17 +27,18 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from f8fx.hardware import ALIGNMENT
 from f8fx.recipe import Role
 from f8fx.torch_private import overwritten_inputs
 
 from . import fqn
 from .backward import backward_nodes
 from .batched_experts import ends_of_rows, is_of_experts
-from .elements import PERMUTES, SAME_ORDER, VIEWS, input_of, is_part_of
-from .experts import Experts
+from .elements import SAME_ORDER, VIEWS, input_of, is_part_of
+from .experts import Experts, is_turned
 from .fake import view_of
-from .operand import permutation, repeated_matrix
-from .parameters import expanded_parameter, of_parameters
+from .operand import repeated_matrix
+from .parameters import of_parameters
 from .products import Product, products
 from .rewrite import MARKS, Inserter, Provenance, erase_unused
 from .sizes import is_same, is_same_shape, shape_of
@@ -105,8 +106,8 @@ class _Walk:
         # inputs as matrices: layers that read one input, or one gradient, are to be seen to
         self.flat: dict[Hashable, fx.Node] = {}
         self.ends: dict[Hashable, fx.Node] = {}
-        # sequence numbers of the layers that have become grouped matmuls, which are those of their gradients
-        self.layers: set[int] = set()
+        # what the layers read that have become grouped matmuls
+        self.inputs: set[fx.Node] = set()
 
     @cached_property
     def weights(self) -> Collection[fx.Node]:
@@ -123,7 +124,7 @@ class _Walk:
     def fold(self, bmm: fx.Node) -> Folded | None:
         if self.experts != "leave" and is_of_experts(bmm, self.weights):
             return self._grouped(bmm)
-        if self.experts == "with_grad_weight" and bmm.meta.get("seq_nr") in self.layers:
+        if self.experts == "with_grad_weight" and self._is_grouped_gradient(bmm):
             return self._grouped_gradient(bmm)
         x, expanded = bmm.args
         assert isinstance(x, fx.Node) and isinstance(expanded, fx.Node)
@@ -146,19 +147,33 @@ class _Walk:
         insert = self._inserter(bmm)
         x, matrices = bmm.args
         assert isinstance(x, fx.Node)
-        if bmm not in self.backward and (number := bmm.meta.get("seq_nr")) is not None:
-            self.layers.add(number)
+        if bmm not in self.backward:
+            self.inputs.add(_unexpanded(x))
         ends = self._ends(insert, bmm, x)
         rows = self._rows(insert, bmm, x, whole=True)
         grouped = insert(aten._grouped_mm.default, rows, matrices, ends, None, None)
         return _in_place_of(bmm, grouped, insert)
 
-    def _grouped_gradient(self, bmm: fx.Node) -> Folded | None:
+    def _is_grouped_gradient(self, bmm: fx.Node) -> bool:
+        """Whether a batched matmul sums over the rows of each batch what a layer reads times a gradient, and ``_grouped_mm`` takes it.
+
+        A layer that is differentiated by hand may have any other product beside it.
+        """
+        left, right = bmm.args
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        values, sizes = [node.meta["val"] for node in (bmm, left, right)], shape_of(bmm)[1:]
+        read = [right, *(left.all_input_nodes if is_turned(left) else [])]
+        return (
+            bmm in self.backward
+            and not self.inputs.isdisjoint(map(_unexpanded, read))
+            and all(value.dtype == torch.bfloat16 for value in values)
+            and all(isinstance(size, int) and size % ALIGNMENT == 0 for size in sizes)
+        )
+
+    def _grouped_gradient(self, bmm: fx.Node) -> Folded:
         """The sums over the rows of each batch."""
         left, right = bmm.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-        if bmm not in self.backward or any(expanded_parameter(x, self.weights) for x in (left, right)):
-            return None  # the gradient of the input
         insert = self._inserter(bmm, "grad_weight")
         ends = self._ends(insert, bmm, right)
         columns = self._rows(insert, bmm, _turned(insert, left), whole=True)
@@ -226,7 +241,7 @@ def _in_place_of(bmm: fx.Node, matmul: fx.Node, insert: Inserter) -> Folded:
 
 def _turned(insert: Inserter, x: fx.Node) -> fx.Node:
     """Each matrix of a batch transposed: what it is the transpose of, if it is one."""
-    if x.target in PERMUTES and permutation(x) == [0, 2, 1]:
+    if is_turned(x):
         return x.args[0]  # type: ignore[return-value]
     return insert(aten.permute.default, x, [0, 2, 1])
 

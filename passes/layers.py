@@ -18,6 +18,7 @@ from f8fx.recipe import OperandKind
 from f8fx.torch_private import size_hint, statically_true
 
 from . import fqn
+from .experts import GROUPED_MM
 from .gemm import Gemm, Size
 from .matmuls import sizes_of
 from .sizes import is_same
@@ -47,7 +48,7 @@ class Layers:
 
     def add(self, source: fx.Node, gemm: Gemm, kind: OperandKind) -> None:
         """A forward matmul reads a tensor, as its input or its weight."""
-        sizes = self._sorted((gemm.m, gemm.k, gemm.n))
+        sizes = self._sorted((gemm.m, gemm.k, gemm.n), gemm.experts > 0)
         fitting = self._readers[source].setdefault(sizes, _Fitting((gemm, kind)))
         if (number := gemm.node.meta.get("seq_nr")) is not None:
             fitting.by_number.setdefault(number, (gemm, kind))
@@ -55,16 +56,19 @@ class Layers:
 
     def forward_of(self, node: fx.Node, source: fx.Node) -> tuple[Gemm, OperandKind] | None:
         """The forward matmul that reads a tensor and whose gradient a matmul can be, and as what it reads it."""
-        fitting = self._readers.get(source, {}).get(self._sorted(sizes_of(node)))
+        fitting = self._readers.get(source, {}).get(self._sorted(sizes_of(node), node.target is GROUPED_MM))
         if fitting is None:
             return None
         # AOTAutograd gives a backward node the sequence number of its forward
         found = fitting.by_number.get(node.meta.get("seq_nr", -1))
         return found or fitting.by_name.get(fqn.of_node(node), fitting.first)
 
-    def _sorted(self, sizes: Sequence[Size]) -> tuple[str, ...]:
-        """Sizes in an order, symbolic ones as they are now: one that a guard has fixed may be a number elsewhere."""
-        return tuple(sorted(map(self._text, sizes)))
+    def _sorted(self, sizes: Sequence[Size], of_experts: bool) -> tuple[str, ...]:
+        """Sizes in an order, symbolic ones as they are now: one that a guard has fixed may be a number elsewhere.
+
+        A layer of experts and another one that read one input may have the same.
+        """
+        return (*sorted(map(self._text, sizes)), *(["experts"] if of_experts else []))
 
     def _text(self, size: Size) -> str:
         """The same for sizes that are the same; of those found out at run time the backward may have symbols of its own."""

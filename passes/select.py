@@ -112,6 +112,10 @@ class Select:
         choices += [Skip(unmatched, unmatched.reason) for unmatched in found.unmatched]
         return [worth.timed(choice) for choice in choices] if self.predict else choices
 
+    def timed(self, choice: Skip) -> Skip:
+        """The same, with what its matmul takes as it is, if figures are asked for."""
+        return Worth(self.recipe, self.model_of).timed(choice) if self.predict else choice
+
     def hardware_of(self, device: torch.device) -> Hardware:
         """The hardware a matmul on that device is decided for."""
         return self.hardware or _hardware_of(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -25,6 +26,8 @@ from .experts import GROUPED_MM, contracts_rows
 from .gemm import Gemm, Operand, Size
 from .sizes import is_same
 from .thresholds import Thresholds
+
+_Choice = TypeVar("_Choice", bound=Choice)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Worth:
                 )
         return result
 
-    def timed(self, choice: Choice) -> Choice:
+    def timed(self, choice: _Choice) -> _Choice:
         """The choice with the seconds of its matmul as it is, where sizes are known."""
         if choice.seconds is not None:
             return choice

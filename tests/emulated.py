@@ -179,7 +179,12 @@ def scaled_grouped_mm(
     shapes: list[tuple[int, ...]] = [(m,), (experts, n)]
     if b.dim() == 2:
         shapes = [(experts * m,), (experts * n,)]
-        assert not (offsets % 16).any()  # groups begin where the gemm can load
+        # groups begin where the gemm can load, and each has something to sum
+        assert (
+            not (offsets % 16).any()
+            and offsets[-1] <= k
+            and (offsets.diff(prepend=offsets[:1] * 0) > 0).all()
+        )
     else:
         assert b.shape[0] == experts
     for scale, shape in zip((scale_a, scale_b), shapes, strict=True):

@@ -232,7 +232,7 @@ def test_copies_of_columns_are_saved_in_place_of_what_they_are_made_of():
     found = f8fx.explain(model, x, torch.full((4,), 128), select="all", target="h100", **ALL)
     assert sum(row.converted for row in found.rows) == 9
     spared = 512 * (256 + 512) * bf16.itemsize
-    width = 512 + 3 * 16  # 15 for each of four, down to a multiple of 16
+    width = 512 + 4 * 16
     copies = (width + 4 * torch.float32.itemsize) * (256 + 512)
     assert found.saved_bytes_float8 == found.saved_bytes_high - spared + copies
 

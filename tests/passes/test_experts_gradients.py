@@ -61,15 +61,15 @@ _grouped_mm: bf16[48,64] = _grouped_mm(primals_2, permute, primals_3)
 padded_ends: i32[4] = f8fx.padded_ends(primals_3)
 amax_groups: f32[4,64] = f8fx.amax_groups(tangents_1, primals_3)
 scale: f32[4,64] = f8fx.scale(amax_groups, dtype=e4m3, power_of_2=True)
-quantize_groups: e4m3[64,96] = f8fx.quantize_groups(tangents_1, scale, primals_3, padded_ends, dtype=e4m3)
+quantize_groups: e4m3[64,112] = f8fx.quantize_groups(tangents_1, scale, primals_3, padded_ends, dtype=e4m3)
 reciprocal: f32[4,64] = reciprocal(scale)
 view: f32[256] = view(reciprocal, [-1])
 amax_groups_1: f32[4,32] = f8fx.amax_groups(primals_2, primals_3)
 scale_1: f32[4,32] = f8fx.scale(amax_groups_1, dtype=e4m3, power_of_2=True)
-quantize_groups_1: e4m3[32,96] = f8fx.quantize_groups(primals_2, scale_1, primals_3, padded_ends, dtype=e4m3)
+quantize_groups_1: e4m3[32,112] = f8fx.quantize_groups(primals_2, scale_1, primals_3, padded_ends, dtype=e4m3)
 reciprocal_1: f32[4,32] = reciprocal(scale_1)
 view_1: f32[128] = view(reciprocal_1, [-1])
-permute_1: e4m3[96,32] = permute(quantize_groups_1, [1, 0])
+permute_1: e4m3[112,32] = permute(quantize_groups_1, [1, 0])
 grouped_mm: bf16[4,64,32] = f8fx.grouped_mm(quantize_groups, permute_1, view, view_1, padded_ends, dtype=bf16)
 permute_2: bf16[4,32,64] = permute(grouped_mm, [0, 2, 1])
 permute_3: bf16[4,64,32] = permute(permute, [0, 2, 1])
@@ -92,15 +92,15 @@ _grouped_mm: bf16[48,64] = _grouped_mm(primals_1, primals_2, primals_3)
 padded_ends: i32[4] = f8fx.padded_ends(primals_3)
 amax_groups: f32[4,32] = f8fx.amax_groups(primals_1, primals_3)
 scale: f32[4,32] = f8fx.scale(amax_groups, dtype=e4m3, power_of_2=True)
-quantize_groups: e4m3[32,96] = f8fx.quantize_groups(primals_1, scale, primals_3, padded_ends, dtype=e4m3)
+quantize_groups: e4m3[32,112] = f8fx.quantize_groups(primals_1, scale, primals_3, padded_ends, dtype=e4m3)
 reciprocal: f32[4,32] = reciprocal(scale)
 view: f32[128] = view(reciprocal, [-1])
 amax_groups_1: f32[4,64] = f8fx.amax_groups(tangents_1, primals_3)
 scale_1: f32[4,64] = f8fx.scale(amax_groups_1, dtype=e4m3, power_of_2=True)
-quantize_groups_1: e4m3[64,96] = f8fx.quantize_groups(tangents_1, scale_1, primals_3, padded_ends, dtype=e4m3)
+quantize_groups_1: e4m3[64,112] = f8fx.quantize_groups(tangents_1, scale_1, primals_3, padded_ends, dtype=e4m3)
 reciprocal_1: f32[4,64] = reciprocal(scale_1)
 view_1: f32[256] = view(reciprocal_1, [-1])
-permute: e4m3[96,64] = permute(quantize_groups_1, [1, 0])
+permute: e4m3[112,64] = permute(quantize_groups_1, [1, 0])
 grouped_mm: bf16[4,32,64] = f8fx.grouped_mm(quantize_groups, permute, view, view_1, padded_ends, dtype=bf16)
 permute_1: bf16[4,64,32] = permute(primals_2, [0, 2, 1])
 _grouped_mm_1: bf16[48,32] = _grouped_mm(tangents_1, permute_1, primals_3)
@@ -125,15 +125,15 @@ view_1: bf16[96,64] = view(tangents_1, [96, 64])
 padded_ends: i32[4] = f8fx.padded_ends(arange)
 amax_groups: f32[4,32] = f8fx.amax_groups(view, arange)
 scale: f32[4,32] = f8fx.scale(amax_groups, dtype=e4m3, power_of_2=True)
-quantize_groups: e4m3[32,144] = f8fx.quantize_groups(view, scale, arange, padded_ends, dtype=e4m3)
+quantize_groups: e4m3[32,160] = f8fx.quantize_groups(view, scale, arange, padded_ends, dtype=e4m3)
 reciprocal: f32[4,32] = reciprocal(scale)
 view_2: f32[128] = view(reciprocal, [-1])
 amax_groups_1: f32[4,64] = f8fx.amax_groups(view_1, arange)
 scale_1: f32[4,64] = f8fx.scale(amax_groups_1, dtype=e4m3, power_of_2=True)
-quantize_groups_1: e4m3[64,144] = f8fx.quantize_groups(view_1, scale_1, arange, padded_ends, dtype=e4m3)
+quantize_groups_1: e4m3[64,160] = f8fx.quantize_groups(view_1, scale_1, arange, padded_ends, dtype=e4m3)
 reciprocal_1: f32[4,64] = reciprocal(scale_1)
 view_3: f32[256] = view(reciprocal_1, [-1])
-permute: e4m3[144,64] = permute(quantize_groups_1, [1, 0])
+permute: e4m3[160,64] = permute(quantize_groups_1, [1, 0])
 grouped_mm: bf16[4,32,64] = f8fx.grouped_mm(quantize_groups, permute, view_2, view_3, padded_ends, dtype=bf16)
 permute_1: bf16[4,64,32] = permute(primals_2, [0, 2, 1])
 bmm_1: bf16[4,24,32] = bmm(tangents_1, permute_1)
@@ -188,6 +188,10 @@ def test_left_where_a_recipe_keeps_it():
 def test_left_under_a_recipe_with_one_scale_for_all_rows():
     why = "grouped matmul under a recipe that is not rowwise"
     assert decided(layer, randn(48, 32), weight(4, 64, 32), recipe="tensorwise") == why
+    rowwise, tensorwise = (PRESETS[name].grad_weight for name in ("rowwise", "tensorwise"))
+    for mixed in (replace(rowwise, right=tensorwise.right), replace(rowwise, left=tensorwise.left)):
+        mine = replace(PRESETS["rowwise"], name="mine", grad_weight=mixed)
+        assert decided(layer, randn(48, 32), weight(4, 64, 32), recipe=mine) == why
 
 
 def test_left_where_the_gradient_is_e5m2():
@@ -236,20 +240,100 @@ def test_left_where_no_layer_reads_what_it_reads():
     def sums(x, y):
         return torch._grouped_mm(x.mT, y, OFFSETS)
 
-    found = {}
+    found = []
 
     def transform(graph):
         before = describe(graph)
         report = f8fx.Options.parse({"select": "all", **OPTIONS}).pipeline(debug=True)(graph)
         assert describe(graph) == before
-        found.update({d.role: d.reason for d in report.decisions})
+        found.extend((d.role, d.reason) for d in report.decisions)
 
     joint_graphs(sums, randn(48, 32), randn(48, 64), transform=transform)
-    assert found["output"] == "no forward matmul it is the gradient of"
-    assert set(found.values()) <= {
-        "no forward matmul it is the gradient of",
-        "grouped matmul of two activations",
-    }
+    why = "no forward matmul it is the gradient of"
+    assert ("output", why) in found and len(found) == 3
+    assert {reason for _, reason in found} == {why, "grouped matmul of two activations"}
+
+
+class ByHand(torch.autograd.Function):
+    """Batches by a weight for each, with gradients in the dtype of a parameter."""
+
+    @staticmethod
+    def forward(ctx, x, w, dtype):
+        ctx.save_for_backward(x, w)
+        ctx.dtype = dtype
+        return torch.bmm(x, w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        of_weight = torch.bmm(x.mT.to(ctx.dtype), grad.to(ctx.dtype))
+        return torch.bmm(grad, w.mT), of_weight.to(w.dtype), None
+
+
+class LowRank(torch.autograd.Function):
+    """A weight and an adapter of a rank that no grouped matmul takes, all of whose products have one number in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, w, a, b):
+        ctx.save_for_backward(x, w, a, b)
+        return torch.bmm(x, w) + torch.bmm(torch.bmm(x, a), b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, a, b = ctx.saved_tensors
+        inner = torch.bmm(grad, b.mT)
+        of_input = torch.bmm(grad, w.mT) + torch.bmm(inner, a.mT)
+        return of_input, torch.bmm(x.mT, grad), torch.bmm(x.mT, inner), torch.bmm(torch.bmm(x, a).mT, grad)
+
+
+def test_a_layer_whose_gradient_is_taken_by_hand():
+    def converted(fn, *args):
+        return [d.role for d in report_of(fn, *args, **OPTIONS).decisions if d.converted]
+
+    x, w, other = randn(4, 24, 32), weight(4, 32, 64), weight(4, 32, 64)
+    layers = ["output", "grad_input", "grad_weight"]
+    assert sorted(converted(lambda x: ByHand.apply(x, w, bf16), x)) == sorted(layers)
+    # gradients in float32 are not looked at
+    assert sorted(converted(lambda x: ByHand.apply(x, w, torch.float32), x)) == sorted(layers[:2])
+    # of two layers on one input all products of the backward have one number
+    both = lambda x: ByHand.apply(x, w, bf16) * ByHand.apply(x, other, bf16)  # noqa: E731
+    assert sorted(converted(both, x)) == sorted(2 * layers)
+    a, b = weight(4, 32, 4), weight(4, 4, 64)
+    assert sorted(converted(lambda x: LowRank.apply(x, w, a, b), x)) == sorted(layers)
+
+
+class GroupedByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return layer(x, w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return turned_layer(grad, w), torch._grouped_mm(grad.mT, x, OFFSETS)
+
+
+def test_a_dense_layer_of_the_same_sizes_on_the_same_input():
+    """Numbers do not tell them apart in the backward of what is differentiated by hand."""
+    dense, w = nn.Linear(32, 64, bias=False).to(bf16), weight(4, 64, 32)
+    report = report_of(lambda x: dense(x) * GroupedByHand.apply(x, w), randn(48, 32), **OPTIONS)
+    assert [d.role for d in report.decisions if not d.converted] == [] and report.total == 6
+
+
+def test_a_batched_gradient_that_is_left_is_timed_as_one():
+    """Not as the grouped one it was looked at as."""
+    x = torch.empty(8, 1024, 512, dtype=bf16, device="meta", requires_grad=True)
+    w = nn.Parameter(torch.empty(8, 512, 1024, dtype=bf16, device="meta"))
+
+    def times(experts):
+        options = {**OPTIONS, "experts": experts, "filter_fn": lambda fqn, gemm: gemm.role != "grad_weight"}
+        rows = f8fx.explain(lambda x: torch.bmm(x, w), x, target="h100", select="all", **options).rows
+        (row,) = (row for row in rows if row.role == "grad_weight")
+        assert not row.converted
+        return row.high_seconds, row.m, row.k, row.n
+
+    assert times("with_grad_weight") == times("convert")
 
 
 @pytest.mark.parametrize("kind", [Experts, BatchedExperts])
