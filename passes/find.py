@@ -249,7 +249,7 @@ class _Walk:
         if is_grad[0] != is_grad[1]:
             match = self.known.forward_of(node, (right if is_grad[0] else left).node)
             layer = match[0] if match is not None else layer
-        if layer is None or not layer.experts:
+        if layer is None:
             self._leave(node, _NO_FORWARD)
             return
         name = layer.fqn or fqn.of_node(node)

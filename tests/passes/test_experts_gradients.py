@@ -10,6 +10,9 @@ from expecttest import TestCase
 from torch import nn
 
 import f8fx
+from f8fx import hardware
+from f8fx.calibration import own_calibration
+from f8fx.cost import CostModel
 from f8fx.passes import describe
 from f8fx.recipe import PRESETS
 from tests.helpers import BatchedExperts, Experts, bf16, graph_after, joint_graphs, randn, report_of
@@ -372,3 +375,34 @@ def test_concatenated_rows_are_read_whole():
     text = graph_after(fn, randn(48, 16), randn(48, 16), weight(4, 64, 32), **OPTIONS)
     assert "cat: bf16[48,32] = cat(" in text and "f8fx.concat(" not in text
     assert "f8fx.amax_groups(rounded, " in text and "rounded: bf16[48,32] = f8fx.rounded(cat)" in text
+
+
+def test_what_its_casts_are_predicted_to_cost():
+    """Each tensor is read for its amaxes, and read and written for its copy, whoever else casts it by rows."""
+    hw = hardware.find("h100")
+    model = CostModel(hw, own_calibration(hw), False)
+    x = torch.empty(16384, 4096, dtype=bf16, device="meta", requires_grad=True)
+    w = nn.Parameter(torch.empty(8, 8192, 4096, dtype=bf16, device="meta"))
+    offsets = torch.empty(8, dtype=torch.int32, device="meta")
+    dense = nn.Linear(4096, 64, bias=False, dtype=bf16, device="meta")
+
+    def call(x, w, offsets):
+        x = x.sin()
+        return torch._grouped_mm(x, w.mT, offsets), dense(x)
+
+    output = PRESETS["tensorwise"].output
+    same = {side: replace(getattr(output, side), power_of_2_scale=True) for side in ("left", "right")}
+    one_scale = replace(ALONE, name="one scale", output=replace(output, **same))
+    for recipe in (ALONE, PRESETS["rowwise"], one_scale):
+        options = {**OPTIONS, "recipe": recipe, "select": "all"}
+        (row,) = (
+            row
+            for row in f8fx.explain(call, x, w, offsets, target="h100", **options).rows
+            if (row.role, row.m) == ("grad_weight", 8192)
+        )
+        gemm = model.gemm_seconds(8192, 16384, 4096, True, True, experts=8, sums_groups=True)
+        casts = sum(
+            model.amax_seconds(16384, columns, 2) + model.cast_seconds(16384, columns, 2, False, True, kind)
+            for columns, kind in ((4096, "input"), (8192, "grad_output"))
+        )
+        assert row.high_seconds / row.speedup == pytest.approx(gemm + casts)
