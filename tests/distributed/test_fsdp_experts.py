@@ -60,11 +60,11 @@ def bytes_of(sent: Sequence[Sent], op: str) -> int:
     return sum(c.bytes for c in sent if op in c.op)
 
 
-def predicted(recipe: str = "rowwise", turned: bool = False) -> list[int]:
+def predicted(recipe: str = "rowwise", turned: bool = False, option: str = "convert") -> list[int]:
     """What a step is said to send, from shapes alone."""
     with torch.device("meta"):
         model = Net(turned).to(bf16)
-    options = Options.parse({"recipe": recipe, "experts": "convert", "target": "cpu"})
+    options = Options.parse({"recipe": recipe, "experts": option, "target": "cpu"})
     calls = Sharded.of(model, World(dist.get_world_size()), options).calls(float8=True)
     found: Counter[tuple[str, bool]] = Counter()
     for call in calls:
@@ -86,6 +86,7 @@ def steps(
     experts: int = 4,
     dim: int = 0,
     recipe: str = "rowwise",
+    option: Any = "convert",
     dtype: torch.dtype = bf16,
     mesh: DeviceMesh | None = None,
     kind: type[Experts] = Experts,
@@ -101,11 +102,11 @@ def steps(
         fsdp, count = mesh["fsdp"], experts // mesh["ep"].size()
         first = count * mesh["ep"].get_local_rank()
     if gathers is not None:
-        decisions = enable_float8_all_gather(model, recipe, experts="convert", copies=gathers)  # type: ignore[arg-type]
+        decisions = enable_float8_all_gather(model, recipe, experts=option, copies=gathers)  # type: ignore[arg-type]
         assert len(decisions) == 6 and all(d.converted for d in decisions), decisions
     placement = {"shard_placement_fn": lambda _: Shard(dim)} if dim else {}
     for block in model.blocks:
-        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe, "experts": "convert"})
+        block.compile(backend=f8fx.f8fx, options={**OPTIONS, "recipe": recipe, "experts": option})
         fully_shard(block, mesh=fsdp, **placement, **shard)
     fully_shard(model, mesh=fsdp, **placement, **shard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -128,7 +129,8 @@ def steps(
 
 
 def each_half_gathers_its_copy() -> None:
-    for case in with_long(({},), {"turned": True, "recipe": "rowwise_with_gw_hp"}):
+    cases: tuple[dict[str, Any], ...] = ({}, {"turned": True, "recipe": "rowwise_with_gw_hp"})
+    for case in with_long(({"option": "with_grad_weight"},), *cases):
         (whole_step, *_), wanted = steps(None, **case)
         sent, found = steps("auto", **case)
         assert_same(wanted, found, str(case))
@@ -153,8 +155,9 @@ def rows_that_arrive() -> None:
 
 def batches_of_equal_rows() -> None:
     """In batched matmuls: what they are gathered for are the grouped ones."""
-    _, wanted = steps(None, kind=BatchedExperts, turned=True)
-    sent, found = steps("auto", kind=BatchedExperts, turned=True)
+    case: dict[str, Any] = {"kind": BatchedExperts, "turned": True, "option": "with_grad_weight"}
+    _, wanted = steps(None, **case)
+    sent, found = steps("auto", **case)
     assert_same(wanted, found)
     assert sent[2] == predicted(turned=True)
 
