@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from f8fx.ranks.ledger import RankDisagreement, others_known
 from f8fx.ranks.peers import Peers
 from f8fx.recipe import PRESETS
 from f8fx.report import Traffic
+from f8fx.sources import source_hash
 
 BEFORE = ("all_gather_into_tensor bf16[96,64]",)
 MOVED = ("all_reduce i32[]", "all_gather_into_tensor e4m3[96,64]")
@@ -112,6 +114,12 @@ def test_one_rank_that_disagrees_is_an_error_on_all(ranks):
     assert "Collective 0 is 'all_reduce i32[]' on rank 0" in message
     assert "'all_gather_into_tensor bf16[96,64]' on rank 2" in message
     assert "wire" in message
+
+
+def test_a_later_collective_that_differs_is_named(ranks):
+    found = ranks(*(sending(*sends, timeout=LONG) for sends in (MOVED, (MOVED[0], *BEFORE), MOVED)))
+    assert [type(error) for error in found] == [RankDisagreement] * 3
+    assert f"Collective 1 is '{MOVED[1]}' on rank 0 and '{BEFORE[0]}' on rank 1" in str(found[0])
 
 
 def test_a_later_graph_with_the_same_gathers_may_be_decided_anew(ranks):
@@ -219,6 +227,24 @@ def test_graphs_of_two_decisions_are_compared_in_each_call(ranks, calls):
     assert f"Collective 0 would be '{BEFORE[0]}' on this rank and '{MOVED[0]}' on another" in str(error)
 
 
+def test_each_group_of_a_graph_is_compared_once_in_each_call(ranks, calls):
+    _, asked, _ = calls
+    for sends in (MOVED, BEFORE):
+        both = [Traffic(of, BEFORE, sends) for of in ((0, 1, 2), (0, 1))]
+        turns = (Sending(traffic, LONG, 0.0) for traffic in (both, both, both[:1]))
+        assert ranks(*turns) == [None] * 3
+    run = checked(lambda x: x + 1, both * 2, [torch.ones(1)])
+    assert ranks(Calling(run)) == [2] and len(asked) == 2
+
+
+def test_a_graph_that_has_nothing_to_compare_is_called_itself():
+    def graph(x):
+        return x
+
+    assert checked(graph, [], [torch.ones(1)]) is graph
+    assert checked(graph, sending(*MOVED).traffic, [3]) is graph
+
+
 def test_graphs_are_compared_on_the_device_that_their_collectives_run_on(ranks, monkeypatch):
     """NCCL carries nothing on a CPU, where the first input may be, a number say."""
     for sends in (MOVED, BEFORE):
@@ -264,6 +290,16 @@ def test_a_rank_that_decides_anew_alone_is_an_error_on_it(ranks):
     assert "on rank 0 and 'all_reduce i32[]' on rank 1" in str(error)
     # what it decided is forgotten
     assert ranks(*[sending(*BEFORE, timeout=LONG)] * 3) == [None] * 3
+
+
+def test_a_graph_with_other_gathers_is_another(ranks):
+    """Of which the others have decided nothing before."""
+    assert ranks(*[sending(*MOVED, timeout=LONG)] * 3) == [None] * 3
+    (error,) = ranks(sending(*BEFORE, before=BEFORE * 2))
+    assert (
+        "rank 0 compiled a graph with 2 all-gathers over ranks [0, 1, 2], but rank 1, 2 compiled no"
+        in str(error)
+    )
 
 
 def test_a_rank_that_never_comes_is_an_error_not_a_hang(ranks):
@@ -334,6 +370,13 @@ def test_ranks_whose_passes_fail_tell_the_others(ranks, monkeypatch, failing):
         assert "'as without f8fx' on rank 0" in str(found[1])
 
 
+def test_what_is_sent_over_each_group_is_compared(ranks):
+    both = [Traffic(of, BEFORE, MOVED) for of in ((0, 1, 2), (0, 1))]
+    other = [both[0], replace(both[1], sends=BEFORE)]
+    found = ranks(*(Sending(traffic, LONG, 0.0) for traffic in (both, other, both[:1])))
+    assert [isinstance(error, RankDisagreement) for error in found] == [True, True, False]
+
+
 def test_groups_do_not_wait_for_each_other(ranks):
     """Two pipeline stages of one rank and two: different graphs."""
     pair = sending(*MOVED, timeout=LONG, of=(0, 1))
@@ -341,10 +384,11 @@ def test_groups_do_not_wait_for_each_other(ranks):
     assert ranks(None, None, sending(*BEFORE, of=(2,))) == [None]
 
 
-def test_a_rank_that_is_slow_to_repeat_what_others_have_repeated(ranks):
+@pytest.mark.parametrize("repeated", [1, 2])
+def test_a_rank_that_is_slow_to_repeat_what_others_have_repeated(ranks, repeated):
     """They have decided otherwise since; nobody disagrees."""
-    turns = [sending(*sends, timeout=LONG) for sends in (MOVED, MOVED, BEFORE)]
-    assert ranks(*(Turns(turns, [0, pause, 0]) for pause in (0, 1, 0.5))) == [None] * 3
+    turns = [sending(*sends, timeout=LONG) for sends in (MOVED, *[MOVED] * repeated, BEFORE)]
+    assert ranks(*(Turns(turns, [*[0] * repeated, pause, 0]) for pause in (0, 1, 0.5))) == [None] * 3
 
 
 def test_who_repeats_what_another_has_repeated_waits_for_the_third(ranks):
@@ -357,14 +401,15 @@ def test_who_repeats_what_another_has_repeated_waits_for_the_third(ranks):
 
 @pytest.fixture
 def compiling(store, monkeypatch, caplog):
-    """One rank after the other compiles one model; what was warned of then."""
-    models = [Peers((0, 1, 2), ("blocks.0.up.weight (96, 64)",)) for _ in range(3)]
+    """One rank after the other compiles a model; what was warned of then."""
+    models = {}
 
-    def run(rank, options):
+    def run(rank, *options, of=(0, 1, 2), weight="blocks.0.up.weight (96, 64)"):
         caplog.clear()
         monkeypatch.setattr(peers, "process_store", lambda: (store, rank))
+        model = models.setdefault((rank, of, weight), Peers(of, (weight,)))
         with caplog.at_level("WARNING", "f8fx"):
-            models[rank].compare([options])
+            model.compare(list(options))
         return caplog.text
 
     return run
@@ -382,6 +427,44 @@ def test_ranks_that_compile_a_model_with_different_options(compiling):
     assert compiling(2, "recipe=tensorwise") == ""  # said once
 
 
+@pytest.mark.parametrize(("first", "later"), itertools.permutations(range(3), 2))
+def test_of_two_ranks_that_compile_a_model_the_later_one_says_so(compiling, first, later):
+    assert compiling(first, "recipe=rowwise") == ""
+    assert f"recipe=tensorwise on rank {later}, recipe=rowwise on rank {first}" in compiling(
+        later, "recipe=tensorwise"
+    )
+
+
+def test_two_ranks_of_many_that_compile_a_model(compiling):
+    assert compiling(4, "recipe=rowwise", of=(4, 7)) == ""
+    assert "recipe=tensorwise on rank 7, recipe=rowwise on rank 4" in compiling(
+        7, "recipe=tensorwise", of=(4, 7)
+    )
+
+
+def test_ranks_that_compile_a_model_each(compiling):
+    """Of other weights, or held by other ranks."""
+    compiling(0, "recipe=rowwise")
+    assert compiling(1, "recipe=tensorwise", weight="head.weight (51, 96)") == ""
+    assert compiling(1, "recipe=tensorwise", of=(0, 1)) == ""
+
+
+def test_the_options_that_differ_are_named(compiling):
+    """Those of the last graph that the other rank compiled."""
+    compiling(0, "pad=auto", "recipe=rowwise")
+    compiling(0, "pad=auto", "recipe=tensorwise", "save=fast", "wire=off")
+    text = compiling(1, "pad=auto", "recipe=rowwise", "save=lean", "wire=auto")
+    assert "options: recipe=rowwise, save=lean, wire=auto on rank 1, " in text
+    assert " on rank 1, recipe=tensorwise, save=fast, wire=off on rank 0. They" in text
+    assert "options: none of these on rank 2, recipe=rowwise, save=lean, wire=auto on rank 1" in compiling(
+        2, "pad=auto"
+    )
+    compiling(0, "pad=auto", of=(0, 1))
+    assert "options: wire=off on rank 1, none of these on rank 0" in compiling(
+        1, "pad=auto", "wire=off", of=(0, 1)
+    )
+
+
 def test_a_rank_that_compiles_a_model_for_itself_too(compiling):
     """A replica that is evaluated alone, with options of its own, waits for nobody."""
     compiling(0, "recipe=rowwise"), compiling(1, "recipe=rowwise")
@@ -395,6 +478,10 @@ def test_options_in_words():
     def keep(fqn, gemm):
         return True
 
+    class Keep:
+        def __call__(self, fqn, gemm):
+            return True
+
     def words(**options):
         return {
             word.partition("=")[0]: word.partition("=")[2] for word in peers._in_words(Options.parse(options))
@@ -403,11 +490,15 @@ def test_options_in_words():
     assert words(filter_fn=keep)["filter_fn"] == repr(keep.__qualname__)
     keep.uuid = "v1"
     assert words(filter_fn=keep)["filter_fn"] == "'v1'"
+    assert words(filter_fn=Keep())["filter_fn"] == "'Keep'"
     assert "filter_fn" not in words()
-    assert words(only_fqns=["b", "a"]) == words(only_fqns={"a", "b"})
+    for names in ("filter_fqns", "only_fqns"):
+        assert words(**{names: ["b", "a"]}) == words(**{names: {"a", "b"}}) == words(**{names: ["a", "b"]})
     assert words(recipe="rowwise")["recipe"] == "'rowwise'"
     mine = dataclasses.replace(PRESETS["rowwise"], grad_weight=None)
     assert words(recipe=mine)["recipe"] == repr(mine)
+    assert words()["torch"] == repr(torch.__version__)
+    assert words()["code of f8fx"] == repr(source_hash()[:12])
 
 
 def test_another_recipe_than_that_of_the_gathers_is_named(caplog):
@@ -423,6 +514,33 @@ def test_another_recipe_than_that_of_the_gathers_is_named(caplog):
         "is compiled with recipe 'tensorwise', and its weights are gathered in the formats of 'rowwise'"
         in warned.message
     )
+
+
+@pytest.mark.parametrize("gemm", ["output", "grad_input"])
+def test_another_recipe_in_one_matmul_that_reads_the_weight_is_named(gemm, caplog):
+    other = {gemm: getattr(PRESETS["tensorwise"], gemm)}
+    Peers((), (), PRESETS["rowwise"]).compare_recipe(
+        dataclasses.replace(PRESETS["rowwise"], name="mine", **other)
+    )
+    assert "is compiled with recipe 'mine'" in caplog.text
+
+
+def test_the_models_that_a_graph_reads_weights_of_are_compared(monkeypatch, caplog):
+    """By themselves, and as local parts of DTensors."""
+    first, second = (Peers((0, 1), (name,), PRESETS["rowwise"]) for name in ("first", "second"))
+    weight, local = (SimpleNamespace(copies=SimpleNamespace(peers=model)) for model in (first, second))
+    monkeypatch.setattr(peers, "process_store", lambda: (dist.HashStore(), 0))
+    options = Options.parse({"recipe": "tensorwise"})
+    peers.compare([torch.ones(1), weight, SimpleNamespace(_local_tensor=local)], options)
+    assert first.mine == second.mine == [peers._in_words(options)]
+    assert len(caplog.records) == 2
+
+
+def test_a_process_that_is_no_rank_of_a_model_is_compared_with_nobody(monkeypatch):
+    """Its process group may be gone."""
+    for found in (None, ("no store", 3)):
+        monkeypatch.setattr(peers, "process_store", lambda found=found: found)
+        Peers((0, 1, 2), ("weight (96, 64)",)).compare(["recipe=rowwise"])
 
 
 def test_a_model_of_one_rank_is_compared_with_nobody(monkeypatch):

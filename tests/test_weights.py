@@ -493,6 +493,19 @@ def test_data_is_traced_as_it_is_without(layer):
         assert torch.equal(traced(x), f(x))
 
 
+def test_data_set_is_traced_as_it_is_without(layer):
+    x, mine = x16(), torch.ones(32, 32, dtype=bf16)
+
+    def traced(linear):
+        def f(x):
+            linear.weight.data = mine
+            return x + 1
+
+        return make_fx(f)(x).code
+
+    assert traced(layer) == traced(nn.Linear(32, 32, bias=False, dtype=bf16))
+
+
 def test_data_is_read_in_function_transforms(layer):
     def f(x):
         return (x @ layer.weight.data.t()).float().sum()

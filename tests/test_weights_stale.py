@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from f8fx import recording
 from f8fx.passes.reuse import ScaleFormat
 from f8fx.weights import copies as weight_copies
 from f8fx.weights import watch as weight_watch
+from f8fx.weights.parameter_data import Installation
 from tests.helpers import bf16, compiled, randn
 from tests.kept_weights import (
     Net,
@@ -187,6 +189,53 @@ def test_setting_data_to_the_memory_it_has_forgets_no_other_tensor_on_it(again):
     infer(f8, x)
     mine.mul_(2)
     assert torch.equal(infer(f8, x), uncached(model, x))
+
+
+def test_a_tensor_that_data_could_not_be_set_to_is_not_the_weight():
+    model, x = Net(), x16()
+    f8 = warm(model, x)
+    mine = torch.randn_like(model.first.weight)
+    model.first.weight.data = mine
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        model.first.weight.data = torch.empty(48, 32, dtype=bf16, device="meta")
+    infer(f8, x)
+    infer(f8, x)
+    mine.mul_(2)
+    assert torch.equal(infer(f8, x), uncached(model, x))
+
+
+def test_an_alias_stays_on_the_memory_that_it_was_read_on():
+    """And what counts its versions is on none."""
+    model = Net()
+    warm(model, x16())
+    weight = model.first.weight
+    alias = weight.data
+    kept = alias.clone()
+    weight.data = torch.zeros_like(weight)
+    assert not weight.data.any() and torch.equal(alias, kept)
+    assert [probe.numel() for probe in weight_watch.WATCHES[id(weight)].probes] == [0, 0]
+
+
+def test_another_property_on_data_is_called_and_left_where_it_is(monkeypatch):
+    native, reads = inspect.getattr_static(nn.Parameter, "data"), []
+
+    def read(parameter):
+        reads.append(parameter)
+        return native.__get__(parameter)
+
+    def installed():
+        return Installation(lambda parameter, alias: alias, lambda parameter, value: None)
+
+    before, over = property(read, native.__set__), property(read)
+    monkeypatch.setattr(nn.Parameter, "data", before, raising=False)
+    ours = installed()
+    assert nn.Parameter(torch.ones(2)).data.sum() == 2 and len(reads) == 1
+    ours.remove()
+    assert vars(nn.Parameter)["data"] is before
+    ours = installed()
+    monkeypatch.setattr(nn.Parameter, "data", over)
+    ours.remove()
+    assert vars(nn.Parameter)["data"] is over
 
 
 @pytest.mark.parametrize("writing", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -390,6 +439,25 @@ def test_data_between_two_graphs_is_read_and_set_without_compiling_for_it():
         torch.manual_seed(0)
         for out, plain in zip(run("cached"), expected, strict=True):
             assert torch.equal(out, plain)
+    assert seen[0] == seen[1]
+
+
+def test_data_read_in_a_frame_that_dynamo_leaves_out_is_not_compiled():
+    model, frames, seen = Net(), torch._dynamo.utils.counters["frames"], []
+
+    @torch._dynamo.disable(recursive=False)
+    def hook():
+        return model.first.weight.data
+
+    def f(x):
+        return x + hook().sum()
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        frames.clear()
+        torch.compile(f, backend="eager")(x16())
+        seen.append(frames["total"])
+        warm(model, x16())  # the property stands
     assert seen[0] == seen[1]
 
 

@@ -54,7 +54,7 @@ class Peers:
         prefix = "f8fx/options/" + hashlib.sha256(repr((self.ranks, self.model)).encode()).hexdigest()[:32]
         store.set(f"{prefix}/{rank}", json.dumps(self.mine))
         place = self.ranks.index(rank)
-        for other in {self.ranks[place - 1], self.ranks[(place + 1) % len(self.ranks)]} - {rank}:
+        for other in {self.ranks[place - 1], self.ranks[(place + 1) % len(self.ranks)]}:
             theirs = json.loads(process_store_read(store, [f"{prefix}/{other}"])[0] or "[]")
             if theirs and not any(one in self.mine for one in theirs):
                 log.warning(

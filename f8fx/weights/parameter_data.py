@@ -43,7 +43,6 @@ class Installation:
             native.__set__(parameter, value)
             on_set(parameter, value)
 
-        self.native = native
         self.own = vars(nn.Parameter).get("data")
         self.property = property(read, write, doc=native.__doc__)
         self._put(self.property)
