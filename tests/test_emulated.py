@@ -334,21 +334,21 @@ def test_experts_in_batches(turned, tmp_path):
 def test_gradients_of_experts_weights(counts, strided, tmp_path):
     """Summed over the rows of each, which are padded: memory that is not written to is NaN here. The last rows are of no expert.
 
-    Where rows end may be every other number of a tensor, and rows may lie apart.
+    Where rows end may be every other number of a tensor, which torch 2.15 refuses itself, and rows may lie apart.
     """
     torch.manual_seed(0)
     experts = Experts().to(bf16).to("meta")
     x = torch.randn(48, 48 if strided else 32, dtype=bf16, device="meta", requires_grad=True)
     options = {"recipe": "rowwise", "experts": "with_grad_weight"}
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    every = 2 if strided and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15) else 1
 
     def model(x, ends):
-        if strided:
-            x, ends = x[:, 16:], ends[::2]
+        x, ends = x[:, -32:], ends[::every]
         hidden = [torch._grouped_mm(x, w.mT, ends) for w in (experts.gate, experts.up)]
         return torch._grouped_mm(F.silu(hidden[0]) * hidden[1], experts.down.mT, ends)
 
-    found = halves(model, x, ends.repeat_interleave(2) if strided else ends, precise=True, **options)
+    found = halves(model, x, ends.repeat_interleave(every), precise=True, **options)
     codes = [case.code for case, _ in found]
     assert [code.count("extern_kernels._scaled_grouped_mm(") for code in codes] == [3, 6]
     assert not any("_grouped_mm(" in code.replace("_scaled_grouped_mm(", "") for code in codes)
