@@ -86,15 +86,6 @@ def _starts(ends: Tensor) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends[:-1]])
 
 
-def why_not(x: Tensor) -> str | None:
-    """Why the kernels cannot read a tensor, in one sentence; ``None`` where they can."""
-    return (
-        None
-        if x.stride(1) == 1 and x.numel()
-        else "elements of a row do not lie side by side, or there are none"
-    )
-
-
 def blocks(columns: int, groups: int, tile: Tile) -> int:
     """Programs that take one block of columns of one group each."""
     return launch.ceil_div(columns, tile.columns) * groups

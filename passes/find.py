@@ -5,7 +5,7 @@ A joint graph knows no layers: ``F.linear``, ``einsum``, ``@`` and HF's ``Conv1D
 recipe needs to know is recovered here:
 
 * **operands**: traced through movement operators to the tensor they come from, so that all uses of
-  one tensor are seen as one (:mod:`passes.operand`). A *weight* is also traced through the cast
+  one tensor are seen as one (:mod:`passes.traced`). A *weight* is also traced through the cast
   that autocast puts between a float32 parameter and its matmul: the recipe quantizes the
   parameter, or what is computed from it, not the bfloat16 rounding (torchao does the same). The weight
   is what is computed from parameters alone (:mod:`passes.parameters`); where no parameter is known, an
@@ -23,7 +23,7 @@ just as it can be a gradient of ``x``, and an e5m2 cast in a forward is worse th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -32,16 +32,15 @@ from torch import fx
 
 from f8fx.recipe import OperandKind, Role
 from f8fx.report import dtype_name
-from f8fx.torch_private import overwritten_inputs, statically_true
+from f8fx.torch_private import statically_true
 
 from . import batched, fqn
 from .activations import Activations, is_added_to_norms
 from .backward import depending_on_tangents
 from .choice import EMPTY
-from .elements import CASTS, input_of, is_part_of, is_part_of_input, stays_on_device
-from .experts import GROUPED_MM, Experts, contracts_rows, trace_matrices, why_no_layer
+from .elements import input_of, is_part_of_input
+from .experts import GROUPED_MM, Experts, contracts_rows, why_no_layer
 from .gemm import Gemm, Operand, Unmatched
-from .identity import identity
 from .layers import Layers, distributed
 from .left import (
     BATCHED,
@@ -54,9 +53,10 @@ from .left import (
     LEFT,
 )
 from .matmuls import GEMMS, is_fused, operands_of, seen_sizes, sizes_of
-from .operand import repeated_matrix, trace
+from .operand import repeated_matrix
 from .parameters import is_repeated, of_parameters
 from .sizes import is_same, shape_of
+from .traced import Traced, Tracer
 
 aten = torch.ops.aten
 
@@ -106,12 +106,6 @@ class Find:
         return _Walk(graph, done, layers, self.leave_activations, self.experts).run()
 
 
-@dataclass(frozen=True)
-class _Traced:
-    node: fx.Node
-    transposed: bool
-
-
 class _Walk:
     def __init__(
         self,
@@ -128,10 +122,8 @@ class _Walk:
         self.backward = depending_on_tangents(graph)
         self.of_parameters = of_parameters(graph)
         self.activations = Activations(graph, self.of_parameters) if leave_activations else None
-        self.overwritten = frozenset(overwritten_inputs(graph))
+        self.tracer = Tracer(graph, self.of_parameters)
         self.found = Found()
-        # one node stands for all 2-D views of the same elements
-        self.representatives: dict[Hashable, fx.Node] = {}
         self.known = Layers()
         # why matmuls are left, by the number they share with their gradients
         self.batched: dict[int, str] = {}
@@ -166,41 +158,14 @@ class _Walk:
         reason = LEFT[node.target]
         return self._batched(node) if reason == BATCHED else reason
 
-    def _trace(self, node: fx.Node) -> _Traced:
-        source, transposed = trace(node)
-        shape = shape_of(source)
-        key = (identity(source), str(shape[-2]), str(shape[-1]), len(shape))
-        return _Traced(self.representatives.setdefault(key, source), transposed)
-
-    def _through_cast(self, traced: _Traced) -> _Traced:
-        """A weight, traced on through the cast from the float32 tensor it is a rounding of."""
-        node = traced.node
-        if node.target not in CASTS or not isinstance(node.args[0], fx.Node) or not stays_on_device(node):
-            return traced
-        source = node.args[0]
-        *batch, _, _ = shape_of(source)  # an einsum's has size-1 dimensions in front
-        if not all(is_same(size, 1) for size in batch) or not self._quantizes(source):
-            return traced
-        inner = self._trace(source)
-        return _Traced(inner.node, inner.transposed ^ traced.transposed)
-
-    def _quantizes(self, source: fx.Node) -> bool:
-        """Whether a recipe quantizes a tensor, not the rounding that a matmul reads: it is a float32 weight."""
-        if source.meta["val"].dtype != torch.float32:
-            return False
-        if source not in self.of_parameters.all and input_of(source) is None:
-            return False
-        # else the cast is what keeps its values for the backward
-        return not is_part_of(source, self.overwritten)
-
     def _forward_gemm(self, node: fx.Node) -> None:
-        left, right = (self._trace(operand) for operand in operands_of(node))
+        left, right = (self.tracer.trace(operand) for operand in operands_of(node))
         if self._is_the_weight(left.node, right.node):
             kinds: tuple[OperandKind, OperandKind] = ("weight", "input")
-            left = self._through_cast(left)
+            left = self.tracer.through_cast(left)
         else:
             kinds = ("input", "weight")
-            right = self._through_cast(right)
+            right = self.tracer.through_cast(right)
         if node.target is aten.bmm.default and not any(map(self._is_weight, (left.node, right.node))):
             # what is left of attention when batch times heads is 1; an einsum has a weight
             self._leave(node, BATCHED)
@@ -221,12 +186,11 @@ class _Walk:
             self._leave(node, reason)
             return
         rows, matrices = operands_of(node)
-        source, transposed = trace_matrices(matrices, self._quantizes)
-        right = _Traced(self._of_experts(source), transposed)
+        right = self.tracer.matrices(matrices)
         if is_repeated(right.node) or not self._is_of_experts(right.node):
             self._leave(node, GROUPED_MATRIX if is_repeated(right.node) else GROUPED_ACTIVATIONS)
             return
-        left, experts = self._trace(rows), shape_of(matrices)[0]
+        left, experts = self.tracer.trace(rows), shape_of(matrices)[0]
         if not self._is_backward(node):
             name = fqn.of_node(node)
             gemm = self._gemm(node, "output", name, left, right, ("input", "weight"), node, experts)
@@ -243,7 +207,7 @@ class _Walk:
     def _grouped_gradient(self, node: fx.Node) -> None:
         """Of the weights of experts: one operand is a gradient, the other what their layer reads."""
         sides = operands_of(node)
-        left, right = (self._trace(side) for side in sides)
+        left, right = (self.tracer.trace(side) for side in sides)
         is_grad = [side in self.backward for side in sides]
         layer = self.left_experts.get(node.meta.get("seq_nr", -1))
         if is_grad[0] != is_grad[1]:
@@ -258,10 +222,6 @@ class _Walk:
             kinds = ("grad_output", "input")
         self._gemm(node, "grad_weight", name, left, right, kinds, layer.node, layer.experts)
 
-    def _of_experts(self, matrices: fx.Node) -> fx.Node:
-        """The node that stands for all that are the same matrices."""
-        return self.representatives.setdefault(("experts", identity(matrices)), matrices)
-
     def _is_of_experts(self, matrices: fx.Node) -> bool:
         """Whether 3-D matrices may be weights."""
         if matrices in self.backward:
@@ -274,15 +234,15 @@ class _Walk:
         """What the gradients of a layer that is left are known by: of a batched matmul with one matrix that matrix."""
         if gemm.node.target is not aten.bmm.default:
             for operand in (gemm.left, gemm.right):
-                self.known.add(self._trace(operand.node).node, gemm, operand.kind)
+                self.known.add(self.tracer.trace(operand.node).node, gemm, operand.kind)
             return
         if gemm.experts:
-            self.known.add(self._of_experts(gemm.right.node), gemm, "weight")
+            self.known.add(self.tracer.of_experts(gemm.right.node), gemm, "weight")
             self.left_experts[gemm.node.meta.get("seq_nr", -1)] = gemm
         else:
             found = repeated_matrix(gemm.node.args[1])  # type: ignore[arg-type]
             assert found is not None
-            matrix = self._through_cast(self._trace(found[0]))
+            matrix = self.tracer.through_cast(self.tracer.trace(found[0]))
             self.known.add(matrix.node, gemm, "weight")
         self.batched[gemm.node.meta.get("seq_nr", -1)] = batched.why_gradient_is_left(gemm.node)
 
@@ -295,7 +255,7 @@ class _Walk:
         # where parameters are known, any other input is data
         return not parameters and input_of(left) is not None and not is_part_of_input(right)
 
-    def _why_no_layer(self, node: fx.Node, left: _Traced, right: _Traced) -> str:
+    def _why_no_layer(self, node: fx.Node, left: Traced, right: Traced) -> str:
         """Why a matmul is no layer, nor a gradient that the model takes itself; "" if it may be."""
         if self.activations is not None and is_added_to_norms(node, left.node, right.node):
             return DISTANCES
@@ -326,27 +286,27 @@ class _Walk:
         tag = node.meta.get("partitioner_tag")
         return tag == "is_backward" if tag else bool(node.meta.get("autograd_backward"))
 
-    def _is_read_forward(self, side: _Traced) -> bool:
+    def _is_read_forward(self, side: Traced) -> bool:
         """Whether a forward matmul reads a tensor, or what it is a cast of."""
-        return side.node in self.known or self._through_cast(side).node in self.known
+        return side.node in self.known or self.tracer.through_cast(side).node in self.known
 
     def _backward_gemm(self, node: fx.Node) -> None:
         sides = operands_of(node)
         is_grad = [side in self.backward for side in sides]
         if not any(is_grad):  # told by its mark alone: the side that no forward matmul reads
-            is_grad = [not self._is_read_forward(self._trace(side)) for side in sides]
+            is_grad = [not self._is_read_forward(self.tracer.trace(side)) for side in sides]
             if is_grad[0] == is_grad[1]:
                 self._leave(node, _NO_FORWARD)
                 return
         if all(is_grad):
             self._leave(node, "both operands are gradients")
             return
-        traced = [self._trace(side) for side in sides]
+        traced = [self.tracer.trace(side) for side in sides]
         other = is_grad.index(False)
         match = self.known.forward_of(node, traced[other].node)
         if match is None:
             # the weight may have been read through its cast
-            through = self._through_cast(traced[other])
+            through = self.tracer.through_cast(traced[other])
             match = self.known.forward_of(node, through.node)
             traced[other] = through
         number = node.meta.get("seq_nr")
@@ -376,8 +336,8 @@ class _Walk:
         node: fx.Node,
         role: Role,
         name: str,
-        left: _Traced,
-        right: _Traced,
+        left: Traced,
+        right: Traced,
         kinds: tuple[OperandKind, OperandKind],
         layer: fx.Node,
         experts: int = 0,

@@ -265,7 +265,6 @@ def test_groups(high, counts, behind, columns, seed, special, layout, fp8, tile)
     rows = max(1, sum(counts) + behind)
     x = source((rows, columns), high, seed, special, layout)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    assert groups.why_not(x) is None
     amaxes = groups.amax(x, ends)
     same_bits(groups.amax_groups(x, ends, tile), amaxes)
     scale, padded = cast.scale(amaxes, fp8, True), groups.padded_ends(ends)
