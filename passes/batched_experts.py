@@ -51,8 +51,15 @@ def ends_of_rows(insert: Inserter, rows: fx.Node) -> fx.Node:
     """Where the rows of each expert end: ``[experts]``, of ``[experts, m, k]``."""
     value, size = rows.meta["val"], insert.size(rows, 1)
     experts = value.shape[0]
-    options = {"dtype": torch.int32, "layout": torch.strided, "device": value.device, "pin_memory": False}
-    if isinstance(size, int):
-        return insert(aten.arange.start_step, size, experts * size + 1, size, **options)
-    counted = insert(aten.arange.start_step, 1, experts + 1, 1, **options)
-    return insert(aten.mul.Tensor, counted, size)
+    step = size if isinstance(size, int) else 1
+    # not arange: before torch 2.13, Inductor has no code for it at this stage
+    ends = insert(
+        torch.ops.prims.iota.default,
+        experts,
+        start=step,
+        step=step,
+        dtype=torch.int32,
+        device=value.device,
+        requires_grad=False,
+    )
+    return ends if step is size else insert(aten.mul.Tensor, ends, size)
