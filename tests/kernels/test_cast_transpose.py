@@ -32,6 +32,7 @@ from f8fx.kernels import (
 )
 from f8fx.recipe import EPS
 from f8fx.torch_private import fake_tensor_mode, jit_function
+from tests.fences import around_outputs, fenced
 from tests.helpers import same_bits
 from tests.interpreter import as_on_gpus
 from tests.kernels import written as texts
@@ -94,16 +95,19 @@ def no_fallback(reason):
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter():
-    """In the interpreter, no definition runs in place of a kernel."""
+    """In the interpreter, no definition runs in place of a kernel, and no kernel writes beside what it is given."""
     if not INTERPRETED:
         yield
         return
-    with as_on_gpus(), mock.patch.object(launch, "say_fallback", no_fallback):
+    with as_on_gpus(), around_outputs(), mock.patch.object(launch, "say_fallback", no_fallback):
         yield
 
 
 def source(shape, dtype, seed, special=False, layout="row-major"):
-    """Values over many binades, in one of several layouts; with ``special``, some NaN, Inf and subnormals."""
+    """Values over many binades, in one of several layouts; with ``special``, some NaN, Inf and subnormals.
+
+    No kernel can read beside them; of even seeds, not one byte behind them, of odd ones, not one before.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp2(
         torch.randint(-12, 10, shape, generator=generator).float()
@@ -115,27 +119,25 @@ def source(shape, dtype, seed, special=False, layout="row-major"):
         x.view(-1)[where] = torch.tensor(values)[which]
     x = x.to(dtype)
     if layout == "column-major":
-        return x.t().contiguous().t()
-    if layout == "strided":
+        x = x.t().contiguous().t()
+    elif layout == "strided":
         wide = torch.full((shape[0] * 2, shape[1] * 3), 7.0, dtype=dtype)
-        wide[::2, ::3] = x
-        return wide[::2, ::3]
-    if layout == "offset":
+        x = wide[::2, ::3].copy_(x)
+    elif layout == "offset":
         wide = torch.full((shape[0], shape[1] + 5), 7.0, dtype=dtype)
-        wide[:, 3 : 3 + shape[1]] = x
-        return wide[:, 3 : 3 + shape[1]]
-    return x
+        x = wide[:, 3 : 3 + shape[1]].copy_(x)
+    return fenced(x, seed % 2 == 0)
 
 
 def scale_of(x, dim, dtype, kind, seed):
     """A scale that fits, one that saturates much, or one that is itself not finite."""
     if kind == "fit":
-        return cast.scale(cast.amax(x, dim), dtype, False)
+        return fenced(cast.scale(cast.amax(x, dim), dtype, False))
     shape = () if dim is None else (x.shape[1 - dim],)
     values = torch.exp2(torch.randint(-3, 12, shape, generator=torch.Generator().manual_seed(seed)).float())
     if kind == "wild":
         values = torch.where(values > 200, torch.tensor([torch.nan, torch.inf, 0.0])[seed % 3], values)
-    return values
+    return fenced(values)
 
 
 shapes = st.tuples(
@@ -264,12 +266,27 @@ def test_groups(high, counts, behind, columns, seed, special, layout, fp8, tile)
     """Of rows, ragged and empty ones; rows behind the last belong to none."""
     rows = max(1, sum(counts) + behind)
     x = source((rows, columns), high, seed, special, layout)
-    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    ends = fenced(torch.tensor(counts).cumsum(0, dtype=torch.int32))
     amaxes = groups.amax(x, ends)
     same_bits(groups.amax_groups(x, ends, tile), amaxes)
-    scale, padded = cast.scale(amaxes, fp8, True), groups.padded_ends(ends)
+    scale, padded = fenced(cast.scale(amaxes, fp8, True)), fenced(groups.padded_ends(ends))
     want = groups.quantize(x, scale, ends, padded, fp8)
     same_bits(groups.quantize_groups(x, scale, ends, padded, fp8, tile), want)
+
+
+@in_interpreter
+@pytest.mark.parametrize("last", [21, 64, 2**31 - 64])
+def test_a_group_said_to_end_beyond_the_rows(last):
+    """Nothing is read or written there."""
+    x = source((20, 33), torch.bfloat16, 0)
+    ends, tile = fenced(torch.tensor([16, last], dtype=torch.int32)), launch.Tile(16, 32, 4)
+    amaxes = groups.amax(x, ends)
+    same_bits(groups.amax_groups(x, ends, tile), amaxes)
+    scale, padded = fenced(cast.scale(amaxes, torch.float8_e4m3fn, True)), fenced(groups.padded_ends(ends))
+    copy = groups.quantize_groups(x, scale, ends, padded, torch.float8_e4m3fn, tile)
+    valid = torch.tensor([16, 20], dtype=torch.int32)
+    want = groups.quantize(x, scale, valid, groups.padded_ends(valid), torch.float8_e4m3fn)
+    same_bits(copy, want)
 
 
 @in_interpreter
@@ -311,7 +328,7 @@ def check_computed_amaxes(shape, high, seed, special, tile, summed, plus=0.0):
         for x, y in itertools.combinations((grad, both[:, columns:], both[:, :columns]), 2)
     ]
     amaxes = torch.zeros(computed_amaxes.length(rows, columns, 3), dtype=torch.int32)
-    sums = torch.full((len(summed), launch.ceil_div(rows, height), columns), torch.nan)
+    sums = fenced(torch.full((len(summed), launch.ceil_div(rows, height), columns), torch.nan))
     kernel = jit_function(texts.gate(columns, summed, f"+ {plus}"), computed_amaxes.NAME)
     outputs = (amaxes, sums) if summed else (amaxes,)
     kernel[(launch.ceil_div(rows, height) * blocks,)](grad, both, *outputs, rows, **constants)
