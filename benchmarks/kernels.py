@@ -52,6 +52,9 @@ ROTATED_BYTES, MOST_SOURCES = 256 << 20, 128
 
 Version = Callable[[], Any]
 Sources = Sequence[Tensor]
+#: Matrices below each other, as the weights of experts are.
+MATRICES = 8
+_OF_MATRICES = f"row amax + cast, column amax of {MATRICES} matrices"
 _CLAMP = {"f8fx": True, "tuned": True, "unclamped": False}
 
 
@@ -139,14 +142,15 @@ def _columns(xs: Sources, name: str) -> list[Version]:
     return [functools.partial(compiled, x) for x in xs]
 
 
-def _rows_and_columns(xs: Sources, name: str) -> list[Version]:
-    """Row amax, scale and cast, and the amaxes of the columns."""
+def _rows_and_columns(xs: Sources, name: str, matrices: int = 1) -> list[Version]:
+    """Row amax, scale and cast, and the amaxes of the columns of each of some matrices below each other."""
     if name in _CLAMP:
-        return [functools.partial(row_cast_columns.row_cast_columns, [x], dtype=FP8) for x in xs]
+        run = functools.partial(row_cast_columns.row_cast_columns, dtype=FP8, matrices=matrices)
+        return [functools.partial(run, [x]) for x in xs]
 
     def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = definition.scale(definition.amax(x, 1), FP8, False)
-        amaxes = definition.amax(x, 0)[None]
+        amaxes = x.unflatten(0, (matrices, -1)).abs().amax(1).to(torch.float32)
         return _definition_cast(x, scale[:, None], False), scale.reciprocal(), amaxes
 
     compiled = _compiled(function, xs[0].device)
@@ -218,6 +222,10 @@ KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
     "cast + transpose, rowwise": (lambda xs, name: _copies(xs, name, 1, 0, True), 2),
     "row amax + cast": (_rows, 1),
     "row amax + cast, column amax": (_rows_and_columns, 1),
+    _OF_MATRICES: (
+        lambda xs, name: _rows_and_columns(xs, name, MATRICES),
+        1,
+    ),
     "column scale": (_columns, 0),
     "row amax, column amax": (_amaxes, 0),
     "columns of groups": (_groups, 1),
@@ -226,6 +234,7 @@ KERNELS: dict[str, tuple[Callable[[Sources, str], list[Version]], int]] = {
 _ABSENT = {
     "row amax + cast": ("tuned",),
     "row amax + cast, column amax": ("tuned", "unclamped", "torchao"),
+    _OF_MATRICES: ("tuned", "unclamped", "torchao"),
     "column scale": ("tuned", "unclamped"),
     "row amax, column amax": ("unclamped", "torchao"),
     "columns of groups": ("unclamped",),
@@ -279,8 +288,9 @@ def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5, device: 
 def _wanted(x: Tensor, kernel: str) -> Any:
     if kernel == "column scale":
         return column_scale.reference(x, dtype=FP8)
-    if kernel == "row amax + cast, column amax":
-        return row_cast_columns.reference([x], dtype=FP8)
+    if kernel.startswith("row amax + cast, column amax"):
+        matrices = MATRICES if kernel == _OF_MATRICES else 1
+        return row_cast_columns.reference([x], dtype=FP8, matrices=matrices)
     if kernel == "row amax, column amax":
         return computed_amaxes.reference([x], 1)
     if kernel == "columns of groups":

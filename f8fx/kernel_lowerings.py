@@ -29,10 +29,11 @@ def quantize_rowwise(
     *,
     dtype: torch.dtype,
     power_of_2: bool = False,
+    matrices: int = 1,
 ) -> list[Any]:
     """Row casts and column amaxes."""
     sources = [table.row_major(x) for x in tensors]
-    launched = _row_cast_columns(table, sources, groups, dtype, power_of_2)
+    launched = _row_cast_columns(table, sources, groups, dtype, power_of_2, matrices)
     if launched is not None:
         return launched
     results = []
@@ -40,12 +41,27 @@ def quantize_rowwise(
         x = group[0] if len(group) == 1 else table.concatenation(group, 0)
         scale = table(ops.scale, table(ops.amax, x, 1), dtype=dtype, power_of_2=power_of_2)
         copy = table(ops.quantize, x, scale, dtype=dtype, dim=1)
-        results += [copy, table(aten.reciprocal, scale), table(ops.amax, x, 0)]
+        results += [copy, table(aten.reciprocal, scale), _amax_of_columns(table, x, matrices)]
     return results
 
 
+def _amax_of_columns(table: Lowering, x: Any, matrices: int) -> Any:
+    """The amaxes of the columns of each matrix, one after the other."""
+    if matrices == 1:
+        return table(ops.amax, x, 0)
+    rows, columns = x.get_size()
+    each = table(aten.view, x, [matrices, rows // matrices, columns])
+    turned = table(aten.clone, table(aten.permute, each, [0, 2, 1]), memory_format=torch.contiguous_format)
+    return table(ops.amax, table(aten.view, turned, [matrices * columns, rows // matrices]), 1)
+
+
 def _row_cast_columns(
-    table: Lowering, sources: Sequence[Any], groups: Sequence[int], dtype: torch.dtype, power_of_2: bool
+    table: Lowering,
+    sources: Sequence[Any],
+    groups: Sequence[int],
+    dtype: torch.dtype,
+    power_of_2: bool,
+    matrices: int,
 ) -> list[Any] | None:
     """One launch of :mod:`kernels.row_cast_columns`; ``None`` where it is not for."""
     kernel = row_cast_columns
@@ -59,13 +75,14 @@ def _row_cast_columns(
         return None
     multiprocessors = table.multiprocessors(sources[0].get_device())
     step = kernel.rows_per_program(sum(map(table.hint, rows)), columns, multiprocessors)
-    programs = sum(table.ceil_div(size, step) for size in rows)
+    each = int(rows[0]) // matrices if matrices > 1 else 0
+    programs = sum(table.ceil_div(size, step) for size in ([each] * matrices if each else rows))
     copy = table.empty((sum(rows), columns), dtype, sources[0])
     inverse = table.empty((sum(rows),), torch.float32, sources[0])
-    amaxes = table.zeros((len(groups), columns), torch.int32, sources[0])
+    amaxes = table.zeros((len(groups), matrices * columns), torch.int32, sources[0])
     arguments = {
         **kernel.arguments(sources, rows, groups, columns, stride, (copy, inverse, amaxes)),
-        **kernel.constants(columns, step, dtype, power_of_2),
+        **kernel.constants(columns, step, dtype, power_of_2, each),
     }
     triton = launch.kernels("row_cast_columns").row_cast_columns_kernel
     table.launched(

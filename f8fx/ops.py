@@ -9,7 +9,8 @@
 ``quantize``           float8 copy of a tensor, row-major or transposed, padded if asked
 ``quantize_both``      both copies at once, with one read of the source
 ``quantize_rowwise``   for each group of tensors that stand one below the other the row-major copy, the reciprocals of
-                       its rows' scales, and the amaxes of its columns: one read
+                       its rows' scales, and the amaxes of its columns: one read. One tensor may be many ``matrices``,
+                       the weights of experts, with amaxes for the columns of each
 ``dequantize``         marks a tensor that already is float8; ``quantize`` of it folds away
 ``dequantize_both``    the same for a tensor of which float8 copies in two formats exist
 ``relayout``           bit-exact copy of a float8 tensor, transposed and padded if asked
@@ -58,7 +59,7 @@ _SCHEMAS = (
     "int[2] align=[1, 1]) -> Tensor",
     "quantize_both(Tensor x, Tensor scale, Tensor scale_t, *, ScalarType dtype, int? dim=None, "
     "int? dim_t=None, int[2] align=[1, 1], int[2] align_t=[1, 1]) -> (Tensor, Tensor)",
-    "quantize_rowwise(Tensor[] tensors, int[] groups, *, ScalarType dtype, bool power_of_2=False) -> Tensor[]",
+    "quantize_rowwise(Tensor[] tensors, int[] groups, *, ScalarType dtype, bool power_of_2=False, int matrices=1) -> Tensor[]",
     "dequantize(Tensor data, Tensor scale, *, ScalarType dtype, int? dim=None, bool power_of_2=False) -> Tensor",
     "dequantize_both(Tensor data, Tensor scale, Tensor other, Tensor scale_other, *, ScalarType dtype, "
     "int? dim=None, int? dim_other=None, bool power_of_2=False, bool power_of_2_other=False, "
@@ -108,12 +109,19 @@ def _quantize(
 
 
 def _quantize_rowwise(
-    tensors: Sequence[Tensor], groups: Sequence[int], *, dtype: torch.dtype, power_of_2: bool = False
+    tensors: Sequence[Tensor],
+    groups: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool = False,
+    matrices: int = 1,
 ) -> list[Tensor]:
     results = []
     for group in in_groups(tensors, groups):
-        data, inverse, amaxes = row_cast_columns.reference(group, dtype=dtype, power_of_2=power_of_2)
-        results += [data, inverse, amaxes[0]]
+        data, inverse, amaxes = row_cast_columns.reference(
+            group, dtype=dtype, power_of_2=power_of_2, matrices=matrices
+        )
+        results += [data, inverse, amaxes.flatten()]
     return results
 
 
@@ -257,11 +265,11 @@ def _(x, scale, scale_t, *, dtype, dim=None, dim_t=None, align=(1, 1), align_t=(
 
 
 @torch.library.register_fake("f8fx::quantize_rowwise", lib=_LIB)
-def _(tensors, groups, *, dtype, power_of_2=False):
+def _(tensors, groups, *, dtype, power_of_2=False, matrices=1):
     results = []
     for group in in_groups(tensors, groups):
         rows, columns = sum(x.shape[0] for x in group), group[0].shape[1]
-        shapes = ((rows, columns), dtype), ((rows,), torch.float32), ((columns,), torch.float32)
+        shapes = ((rows, columns), dtype), ((rows,), torch.float32), ((matrices * columns,), torch.float32)
         results += [group[0].new_empty(shape, dtype=kind) for shape, kind in shapes]
     return results
 

@@ -4,6 +4,8 @@ Scaled by rows for one matmul and by columns for another, a tensor needs both se
 done with. Inductor takes them in two kernels, since its kernels that reduce in both directions at once know
 sums only; that is a second read of the tensor.
 
+One tensor may be many matrices of one size, the weights of experts, each of which has amaxes of its own.
+
 Each program enters the amaxes of its columns into those of all by an atomic maximum of their bits, which
 gives the same in any order.
 """
@@ -103,19 +105,25 @@ def arguments(
     }
 
 
-def constants(columns: int, step: int, dtype: torch.dtype, power_of_2: bool) -> dict[str, Any]:
-    """The kernel's compile-time arguments; ``step``: rows of a program."""
+def constants(columns: int, step: int, dtype: torch.dtype, power_of_2: bool, each: int = 0) -> dict[str, Any]:
+    """The kernel's compile-time arguments.
+
+    Args:
+        step: rows of a program.
+        each: rows of each matrix, where one tensor is several.
+    """
     return {
         "LIMIT": torch.finfo(dtype).max,
         "EPS": EPS,
         "POWER_OF_2": power_of_2,
+        "EACH": each,
         "ROWS": step,
         "BLOCK": launch.next_power_of_2(columns),
     }
 
 
 def programs(rows: Sequence[int], step: int) -> int:
-    """How many programs take ``rows`` of each tensor, ``step`` at a time."""
+    """How many programs take ``rows`` of each tensor, or matrix, ``step`` at a time."""
     return sum(launch.ceil_div(number, step) for number in rows)
 
 
@@ -125,12 +133,15 @@ def reference(
     *,
     dtype: torch.dtype,
     power_of_2: bool = False,
+    matrices: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`row_cast_columns` computes, by definition."""
     x = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
     scale = definition.scale(definition.amax(x, 1), dtype, power_of_2)
     rest = iter(tensors)
     members = [torch.cat([next(rest) for _ in range(size)]) for size in groups or [len(tensors)]]
+    if matrices > 1:
+        members = list(x.unflatten(0, (matrices, -1)))
     amaxes = torch.stack([definition.amax(member, 0) for member in members])
     return definition.quantize(x, scale, dtype, 1, False, [1, 1]), scale.reciprocal(), amaxes
 
@@ -141,6 +152,7 @@ def row_cast_columns(
     *,
     dtype: torch.dtype,
     power_of_2: bool = False,
+    matrices: int = 1,
     step: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors [M_i, N], one below the other, in float8, each row scaled by its own amax, and the columns' amaxes.
@@ -149,6 +161,7 @@ def row_cast_columns(
         tensors: one to eight of them, bfloat16, float16 or float32.
         groups: how many tensors, one after the other, have amaxes in common; default: all.
         power_of_2: round scales down to powers of two.
+        matrices: of how many, of one height, one tensor alone consists, each of which is a group.
         step: rows that a program takes.
 
     Returns:
@@ -158,19 +171,20 @@ def row_cast_columns(
     x, groups = tensors[0], groups or [len(tensors)]
     if reason := launch.why_not(x, dtype) or why_not(tensors, dtype):
         launch.say_fallback(reason)
-        return reference(tensors, groups, dtype=dtype, power_of_2=power_of_2)
+        return reference(tensors, groups, dtype=dtype, power_of_2=power_of_2, matrices=matrices)
     rows, N = [tensor.shape[0] for tensor in tensors], x.shape[1]
+    each = rows[0] // matrices if matrices > 1 else 0
     step = step or rows_per_program(sum(rows), N, launch.multiprocessors(x.device))
     outputs = (
         torch.empty(sum(rows), N, dtype=dtype, device=x.device),
         torch.empty(sum(rows), dtype=torch.float32, device=x.device),
-        torch.zeros(len(groups), N, dtype=torch.int32, device=x.device),
+        torch.zeros(matrices if each else len(groups), N, dtype=torch.int32, device=x.device),
     )
     kernel = launch.kernels("row_cast_columns").row_cast_columns_kernel
     with launch.on(x.device):
-        kernel[(programs(rows, step),)](
+        kernel[(programs([each] * matrices if each else rows, step),)](
             **arguments(tensors, rows, groups, N, x.stride(0), outputs),
-            **constants(N, step, dtype, power_of_2),
+            **constants(N, step, dtype, power_of_2, each),
             **choices(N)[0],
         )
     return outputs[0], outputs[1], outputs[2].view(torch.float32)

@@ -42,6 +42,7 @@ def row_cast_columns_kernel(
     LIMIT: tl.constexpr,
     EPS: tl.constexpr,
     POWER_OF_2: tl.constexpr,
+    EACH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -59,6 +60,7 @@ def row_cast_columns_kernel(
         inverse: float32 [M0 + ... + M7], multiplies on the way out.
         amaxes: int32 [groups, N], contiguous, zeros: the bits of float32, which order as the numbers do, as no sign
             is set, with NaN above all. A maximum is the same in any order.
+        EACH: if not 0, ``x0`` is all there is, and its next ``EACH`` rows are the next group.
         BLOCK: not less than N.
     """
     program = tl.program_id(0)
@@ -70,14 +72,20 @@ def row_cast_columns_kernel(
     heights = (M0, M1, M2, M3, M4, M5, M6, M7)
     groups = (G0, G1, G2, G3, G4, G5, G6, G7)
     source, rows, group, start, local = x0, M0, G0, 0, program
-    for index in tl.static_range(1, 8):
-        programs = tl.cdiv(rows, ROWS)
-        beyond = local >= programs
-        local = tl.where(beyond, local - programs, local)
-        start = tl.where(beyond, start + rows, start)
-        source = tl.where(beyond, sources[index], source)
-        group = tl.where(beyond, groups[index], group)
-        rows = tl.where(beyond, heights[index], rows)
+    if EACH:
+        programs = tl.cdiv(EACH, ROWS)
+        group, local = program // programs, program % programs
+        start = group * EACH
+        source, rows = x0 + start.to(tl.int64) * stride_m, EACH
+    else:
+        for index in tl.static_range(1, 8):
+            programs = tl.cdiv(rows, ROWS)
+            beyond = local >= programs
+            local = tl.where(beyond, local - programs, local)
+            start = tl.where(beyond, start + rows, start)
+            source = tl.where(beyond, sources[index], source)
+            group = tl.where(beyond, groups[index], group)
+            rows = tl.where(beyond, heights[index], rows)
     columns = tl.zeros([1, BLOCK], tl.int32)
     # three stages are two buffers: a row comes while the one before it is worked on. Two stages are one buffer, which
     # is filled when the row in it is done with, and waited for at once

@@ -10,7 +10,8 @@ of a matmul). Where the tensor is computed in the kernels that cast it, writing 
 
 Weights, and other inputs of the graph, are cast before the first of them is needed, several in a launch, as far as they are
 of one width and a launch holds no more than :data:`AHEAD` bytes of memory that early. A row-major copy that only the backward
-reads is left to the backward, or it would be saved. A region that checkpointing runs again is left alone: its casts
+reads is left to the backward, or it would be saved. The matrices of experts, below each other, are one tensor of which the
+columns of each have amaxes of their own: the rows of their transposes, below each other. A region that checkpointing runs again is left alone: its casts
 are made again, its amaxes are not.
 """
 
@@ -31,6 +32,7 @@ from f8fx.torch_private import statically_true
 
 from .backward import backward_nodes, is_tangent
 from .elements import MOVEMENTS, base_of, is_given, readers
+from .experts import stacked
 from .in_memory import is_in_memory
 from .marked import IN_BACKWARD
 from .matmuls import FLOAT8_MATMULS
@@ -51,6 +53,7 @@ class _Match:
     Attributes:
         parts: the tensors in memory whose rows, one after the other, are its rows.
         rows, columns: its amaxes.
+        matrices: how many matrices it is, whose columns have amaxes of their own.
         scale: of its rows.
         inverses: the reciprocals of that scale, which gemms read.
         cast: the ``quantize`` or ``quantize_both`` that makes the row-major copy.
@@ -62,6 +65,7 @@ class _Match:
     scale: fx.Node
     inverses: tuple[fx.Node, ...]
     cast: fx.Node
+    matrices: int = 1
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -104,7 +108,7 @@ class OneRead:
         """The tensor of an amax over rows, if the kernel is for it."""
         source = rows.args[0]
         assert isinstance(source, fx.Node)
-        columns = next((user for user in source.users if _is_amax(user, source, 0)), None)
+        columns, matrices = _column_amax(source)
         if columns is None or len(rows.users) != 1:
             return None
         (scale,) = rows.users
@@ -127,12 +131,27 @@ class OneRead:
             return None
         if row_cast_columns.why_not([part.meta["val"] for part in parts], cast.kwargs["dtype"]):  # type: ignore[arg-type]
             return None
-        return _Match(tuple(parts), rows, columns, scale, inverses, cast)
+        return _Match(tuple(parts), rows, columns, scale, inverses, cast, matrices)
 
 
 def _row_amaxes(graph: fx.Graph) -> list[fx.Node]:
     amaxes = graph.find_nodes(op="call_function", target=ops.amax)
     return [node for node in amaxes if isinstance(node.args[0], fx.Node) and _is_amax(node, node.args[0], 1)]
+
+
+def _column_amax(source: fx.Node) -> tuple[fx.Node | None, int]:
+    """The amax of a tensor's columns, and of how many matrices those are."""
+    columns = next((user for user in source.users if _is_amax(user, source, 0)), None)
+    own = stacked(source)
+    if columns is not None or own is None or own[1] != 2:
+        return columns, 1
+    for turned in own[0].users:
+        for laid_out in turned.users if turned.target is aten.permute.default else ():
+            for below in laid_out.users:
+                if stacked(below) == (own[0], 1):
+                    found = (user for user in below.users if _is_amax(user, below, 1))
+                    return next(found, None), own[0].meta["val"].shape[0]
+    return None, 1
 
 
 def _is_amax(node: fx.Node, source: fx.Node, dim: int) -> bool:
@@ -165,7 +184,7 @@ def _launches(found: Sequence[_Match]) -> list[list[_Match]]:
     launches: list[list[_Match]] = []
     latest: dict[tuple[object, ...], list[_Match]] = {}
     for match in sorted(found, key=lambda match: match.rows):
-        if all(map(_is_early, match.parts)):
+        if match.matrices == 1 and all(map(_is_early, match.parts)):
             group = latest.get(match.form, [])
             tensors = sum(len(other.parts) for other in group) + len(match.parts)
             size = sum(other.size for other in group) + match.size
@@ -217,11 +236,16 @@ def _replace(graph: fx.Graph, launch: Sequence[_Match]) -> list[fx.Node]:
     """Returns the amaxes of columns."""
     first = min(node for match in launch for node in (match.rows, match.columns))
     leader = launch[0]
+    several = {"matrices": leader.matrices} if leader.matrices > 1 else {}
     with graph.inserting_before(first):
         kernel = graph.call_function(
             ops.quantize_rowwise,
             ([part for match in launch for part in match.parts], [len(match.parts) for match in launch]),
-            {"dtype": leader.cast.kwargs["dtype"], "power_of_2": leader.scale.kwargs["power_of_2"]},
+            {
+                "dtype": leader.cast.kwargs["dtype"],
+                "power_of_2": leader.scale.kwargs["power_of_2"],
+                **several,
+            },
         )
         kernel.meta.update(leader.cast.meta)
         results: list[fx.Node] = []

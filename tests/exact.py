@@ -53,13 +53,19 @@ def _quantize_both(
 
 
 def _quantize_rowwise(
-    tensors: Sequence[Tensor], groups: Sequence[int], *, dtype: torch.dtype, power_of_2: bool = False
+    tensors: Sequence[Tensor],
+    groups: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool = False,
+    matrices: int = 1,
 ) -> list[Tensor]:
     results = []
     for group in ops.in_groups(tensors, groups):
         x = torch.cat(group)
         scale = ops.scale(ops.amax(x, 1), dtype=dtype, power_of_2=power_of_2)
-        results += [_quantize(x, scale, dtype=dtype, dim=1), scale.reciprocal(), ops.amax(x, 0)]
+        columns = torch.cat([ops.amax(part, 0) for part in x.chunk(matrices)])
+        results += [_quantize(x, scale, dtype=dtype, dim=1), scale.reciprocal(), columns]
     return results
 
 

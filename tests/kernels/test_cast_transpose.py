@@ -251,6 +251,32 @@ def test_row_cast_columns(high, members, columns, seed, special, layout, fp8, po
 
 @in_interpreter
 @pytest.mark.parametrize("high", HIGH)
+@examples(8, 30)
+@given(
+    matrices=st.integers(2, 5),
+    rows=st.sampled_from([1, 3, 4, 7, 8]),
+    columns=st.sampled_from([1, 16, 31, 64, 70]),
+    seed=st.integers(0, 1000),
+    special=st.booleans(),
+    layout=st.sampled_from(["row-major", "offset"]),
+    fp8=float8,
+    power_of_2=st.booleans(),
+    step=st.sampled_from([1, 2, 4, 16]),
+)
+def test_row_cast_columns_of_matrices(
+    high, matrices, rows, columns, seed, special, layout, fp8, power_of_2, step
+):
+    """Each of one tensor's has amaxes of its own, whether or not its last program has rows left."""
+    x = source((matrices * rows, columns), high, seed, special, layout)
+    format = {"dtype": fp8, "power_of_2": power_of_2, "matrices": matrices}
+    got = row_cast_columns.row_cast_columns([x], **format, step=step)
+    assert got[2].shape == (matrices, columns)
+    for result, expected in zip(got, row_cast_columns.reference([x], **format), strict=True):
+        same_bits(result, expected)
+
+
+@in_interpreter
+@pytest.mark.parametrize("high", HIGH)
 @examples(8, 40)
 @given(
     counts=st.lists(st.sampled_from([0, 0, 1, 5, 15, 16, 17, 70]), min_size=1, max_size=5),

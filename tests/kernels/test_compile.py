@@ -209,6 +209,7 @@ CASES = {
     "long rows": row_cast_case(16384),
     "rows, columns": row_cast_columns_case(4096),
     "long rows, columns": row_cast_columns_case(14336),
+    "rows, columns of experts": row_cast_columns_case(4096, EACH=14336),
     **{name: computed_amaxes_case(*arguments) for name, arguments in COMPUTED.items()},
     **{
         f"{name}, fetched ahead": computed_amaxes_case(*arguments, choice=-1)
