@@ -2,8 +2,9 @@
 
 It converts floats by its own arithmetic, which rounds half up, loses NaN and gets subnormals wrong (Triton 3.6 to
 3.9; https://github.com/triton-lang/triton/pull/11897 mends it). That one instruction is replaced by torch's conversion, which
-rounds to nearest even as GPUs do. It has no functions of the device's library (libdevice): NumPy's stand in. And it
-is slow where it need not be: it replaces the language anew in every call of a device function, and takes a maximum
+rounds to nearest even as GPUs do. It has no functions of the device's library (libdevice): NumPy's stand in. It
+runs the programs of a launch one after the other, which hides it where two write to one place; here they run in an order drawn by lot. And
+it is slow where it need not be: it replaces the language anew in every call of a device function, and takes a maximum
 element by element.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -68,12 +70,33 @@ def as_on_gpus() -> Iterator[None]:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
+    order, builder = _Order(interpreter.interpreter_builder), interpreter.interpreter_builder
     with (
+        mock.patch.object(builder, "set_grid_dim", order.set_grid_dim),
+        mock.patch.object(builder, "set_grid_idx", order.set_grid_idx),
         mock.patch.object(interpreter, "_convert_float", torch_conversion),
         mock.patch.object(interpreter, "_patch_lang_tensor", patch_lang_tensor),
         mock.patch.object(interpreter, "_patch_lang", _Once(interpreter._patch_lang)),
     ):
         yield
+
+
+class _Order:
+    """Which program of a launch runs when."""
+
+    def __init__(self, builder: Any) -> None:
+        self.dim, self.idx = builder.set_grid_dim, builder.set_grid_idx
+        self.random = random.Random(0)
+        self.places: list[list[int]] = []
+
+    def set_grid_dim(self, *sizes: int) -> None:
+        """At the start of a launch."""
+        self.dim(*sizes)
+        self.places = [self.random.sample(range(size), size) for size in sizes]
+
+    def set_grid_idx(self, *index: int) -> None:
+        """At the start of a program."""
+        self.idx(*(places[each] for places, each in zip(self.places, index, strict=True)))
 
 
 class _Once:
