@@ -113,7 +113,11 @@ class OneRead:
             return None
         (scale,) = rows.users
         cast = next((user for user in scale.users if _is_row_cast(user, source, scale)), None)
-        if scale.target is not ops.scale or cast is None or "recompute" in cast.meta:
+        if (
+            scale.target is not ops.scale
+            or cast is None
+            or any("recompute" in node.meta for node in (cast, columns))
+        ):
             return None
         inverses = tuple(user for user in scale.users if user.target is aten.reciprocal.default)
         if (
@@ -237,6 +241,8 @@ def _replace(graph: fx.Graph, launch: Sequence[_Match]) -> list[fx.Node]:
     first = min(node for match in launch for node in (match.rows, match.columns))
     leader = launch[0]
     several = {"matrices": leader.matrices} if leader.matrices > 1 else {}
+    if leader.parts[0] > first:  # matrices below each other; there, their transposes are
+        first.prepend(leader.parts[0])
     with graph.inserting_before(first):
         kernel = graph.call_function(
             ops.quantize_rowwise,

@@ -181,6 +181,18 @@ def test_checkpointed_weights_stay():
     assert taken(f, *args()) == []
 
 
+def test_columns_of_a_weight_that_a_checkpointed_layer_reads_stay():
+    """Its rows are those of a layer that is not."""
+
+    def f(x, w):
+        x = F.linear(x.sin(), w).sin()
+        return checkpoint(lambda x, w: (x @ w).sin(), x, w, use_reentrant=False)
+
+    inputs = randn(16, 32), randn(32, 32, seed=1)
+    assert taken(f, *inputs) == []
+    same_with_and_without(f, *inputs)
+
+
 def test_a_copy_that_only_the_backward_reads_stays_there():
     """Of ``x @ w`` the forward reads the columns' copy; the rows' copy, made early, would be saved."""
 

@@ -118,6 +118,20 @@ def test_checkpointed_weights_stay():
     assert taken(f, *args(), **EXPERTS) == []
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_columns_that_are_scaled_before_rows(number):
+    """Both in the forward, of one weight for two layers."""
+
+    def f(x, w, offsets):
+        return layer(turned_layer(x, w, offsets).tanh(), w, offsets)
+
+    x, w = randn(48, 32), randn(number, 32, 32, seed=1)
+    text = graph_with(f, x, w, ends(*[48 // number] * number), **EXPERTS)
+    (line,) = [line for line in text.splitlines() if "quantize_rowwise(" in line]
+    assert f"bf16[{number * 32},32] = view(primals_" in text[: text.index(line)]
+    assert f"f32[{number * 32}]) = f8fx.quantize_rowwise([view" in line
+
+
 def test_each_weight_is_a_launch_of_its_own():
     def gate_up(x, gate, up, offsets):
         return layer(x, gate, offsets) * layer(x, up, offsets)
