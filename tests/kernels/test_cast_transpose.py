@@ -177,6 +177,32 @@ def test_cast_transpose(shape, high, seed, special, layout, fp8, dim, dim_t, ali
 
 
 @in_interpreter
+@pytest.mark.parametrize(("dim", "dim_t"), [(None, None), (0, 1), (1, 0)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_padding_is_zero_whatever_the_scale(dim, dim_t, value):
+    """Zero times NaN is none."""
+    x = source((17, 33), torch.bfloat16, 0)
+    scale, scale_t = (fenced(torch.full(() if d is None else (x.shape[1 - d],), value)) for d in (dim, dim_t))
+    arguments = {
+        "dtype": torch.float8_e4m3fn,
+        "dim": dim,
+        "dim_t": dim_t,
+        "align": [16, 16],
+        "align_t": [16, 16],
+    }
+    copies = cast_transpose.cast_transpose(x, scale, scale_t, **arguments, tile=SMALL)
+    for copy, expected, (rows, columns) in zip(
+        copies,
+        cast_transpose.reference(x, scale, scale_t, **arguments),
+        (x.shape, x.shape[::-1]),
+        strict=True,
+    ):
+        same_bits(copy, expected)
+        assert copy.shape > (rows, columns)
+        assert not copy[rows:].view(torch.uint8).any() and not copy[:, columns:].view(torch.uint8).any()
+
+
+@in_interpreter
 @examples(15, 60)
 @given(**sources, fp8=float8, dim=dims, align=st.sampled_from(ALIGN))
 def test_one_copy(shape, high, seed, special, layout, fp8, dim, align):
