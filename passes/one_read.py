@@ -188,7 +188,7 @@ def _launches(found: Sequence[_Match]) -> list[list[_Match]]:
     launches: list[list[_Match]] = []
     latest: dict[tuple[object, ...], list[_Match]] = {}
     for match in sorted(found, key=lambda match: match.rows):
-        if match.matrices == 1 and all(map(_is_early, match.parts)):
+        if all(map(_is_early, match.parts)):
             group = latest.get(match.form, [])
             tensors = sum(len(other.parts) for other in group) + len(match.parts)
             size = sum(other.size for other in group) + match.size
