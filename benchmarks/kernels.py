@@ -288,7 +288,7 @@ def measure(kernel: str, rows: int, columns: int, seconds: float = 0.5, device: 
 def _wanted(x: Tensor, kernel: str) -> Any:
     if kernel == "column scale":
         return column_scale.reference(x, dtype=FP8)
-    if kernel.startswith("row amax + cast, column amax"):
+    if kernel in ("row amax + cast, column amax", _OF_MATRICES):
         matrices = MATRICES if kernel == _OF_MATRICES else 1
         return row_cast_columns.reference([x], dtype=FP8, matrices=matrices)
     if kernel == "row amax, column amax":

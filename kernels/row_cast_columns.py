@@ -167,8 +167,13 @@ def row_cast_columns(
     Returns:
         The copy [M, N], contiguous, M the sum of all M_i; the reciprocals of the scales, float32 [M]; the
         amaxes, float32 [groups, N].
+
+    Raises:
+        ValueError: there are matrices of several tensors, or not of one height.
     """
     x, groups = tensors[0], groups or [len(tensors)]
+    if matrices > 1 and (len(tensors) > 1 or x.shape[0] % matrices):
+        raise ValueError(f"{len(tensors)} tensors of {x.shape[0]} rows are not one of {matrices} matrices")
     if reason := launch.why_not(x, dtype) or why_not(tensors, dtype):
         launch.say_fallback(reason)
         return reference(tensors, groups, dtype=dtype, power_of_2=power_of_2, matrices=matrices)
@@ -178,7 +183,7 @@ def row_cast_columns(
     outputs = (
         torch.empty(sum(rows), N, dtype=dtype, device=x.device),
         torch.empty(sum(rows), dtype=torch.float32, device=x.device),
-        torch.zeros(matrices if each else len(groups), N, dtype=torch.int32, device=x.device),
+        torch.zeros(len(groups) * matrices, N, dtype=torch.int32, device=x.device),
     )
     kernel = launch.kernels("row_cast_columns").row_cast_columns_kernel
     with launch.on(x.device):

@@ -10,9 +10,9 @@ of a matmul). Where the tensor is computed in the kernels that cast it, writing 
 
 Weights, and other inputs of the graph, are cast before the first of them is needed, several in a launch, as far as they are
 of one width and a launch holds no more than :data:`AHEAD` bytes of memory that early. A row-major copy that only the backward
-reads is left to the backward, or it would be saved. The matrices of experts, below each other, are one tensor of which the
-columns of each have amaxes of their own: the rows of their transposes, below each other. A region that checkpointing runs again is left alone: its casts
-are made again, its amaxes are not.
+reads is left to the backward, or it would be saved. The matrices of experts, below each other, are one tensor; the columns of
+each have amaxes of their own, those of the rows of their transposes, below each other. A region that checkpointing runs
+again is left alone: its casts are made again, its amaxes are not.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _Match:
     Attributes:
         parts: the tensors in memory whose rows, one after the other, are its rows.
         rows, columns: its amaxes.
-        matrices: how many matrices it is, whose columns have amaxes of their own.
         scale: of its rows.
         inverses: the reciprocals of that scale, which gemms read.
         cast: the ``quantize`` or ``quantize_both`` that makes the row-major copy.
+        matrices: how many matrices it is, whose columns have amaxes of their own.
     """
 
     parts: tuple[fx.Node, ...]
@@ -149,13 +149,12 @@ def _column_amax(source: fx.Node) -> tuple[fx.Node | None, int]:
     own = stacked(source)
     if columns is not None or own is None or own[1] != 2:
         return columns, 1
-    for turned in own[0].users:
-        for laid_out in turned.users if turned.target is aten.permute.default else ():
-            for below in laid_out.users:
-                if stacked(below) == (own[0], 1):
-                    found = (user for user in below.users if _is_amax(user, below, 1))
-                    return next(found, None), own[0].meta["val"].shape[0]
-    return None, 1
+    matrices = own[0]
+    turned = (user for user in matrices.users if user.target is aten.permute.default)
+    laid_out = (user for node in turned for user in node.users)
+    below = (user for node in laid_out for user in node.users if stacked(user) == (matrices, 1))
+    amaxes = (user for node in below for user in node.users if _is_amax(user, node, 1))
+    return next(amaxes, None), matrices.meta["val"].shape[0]
 
 
 def _is_amax(node: fx.Node, source: fx.Node, dim: int) -> bool:

@@ -412,11 +412,8 @@ def test_rows_and_columns_are_reduced_in_one_kernel_unless_separate(monkeypatch)
 @pytest.mark.parametrize(
     ("name", "kernel", "launches"),
     [
-        (
-            "row cast and column amax",
-            "row_cast_columns_kernel",
-            2,
-        ),  # of several tensors, and of one that is several matrices
+        # of several tensors, and of one that is several matrices
+        ("row cast and column amax", "row_cast_columns_kernel", 2),
         ("amaxes of a computed tensor", computed_amaxes.NAME, 1),
     ],
 )

@@ -198,7 +198,7 @@ def test_padding_is_zero_whatever_the_scale(dim, dim_t, value):
         strict=True,
     ):
         same_bits(copy, expected)
-        assert copy.shape > (rows, columns)
+        assert copy.shape == (-(-rows // 16) * 16, -(-columns // 16) * 16) != (rows, columns)
         assert not copy[rows:].view(torch.uint8).any() and not copy[:, columns:].view(torch.uint8).any()
 
 
@@ -303,6 +303,15 @@ def test_row_cast_columns_of_matrices(
     assert got[2].shape == (matrices, columns)
     for result, expected in zip(got, row_cast_columns.reference([x], **format), strict=True):
         same_bits(result, expected)
+
+
+@on_host
+@pytest.mark.parametrize(("tensors", "matrices"), [(2, 2), (1, 3)])
+def test_matrices_are_of_one_tensor_and_one_height(tensors, matrices):
+    with pytest.raises(ValueError, match=f"{tensors} tensors of 8 rows are not one of {matrices} matrices"):
+        row_cast_columns.row_cast_columns(
+            [torch.ones(8, 16)] * tensors, dtype=torch.float8_e4m3fn, matrices=matrices
+        )
 
 
 @in_interpreter
